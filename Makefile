@@ -36,7 +36,7 @@ test-fast: $(VENV)/.dev ## run the tests that start no processes, while you edit
 test-times: $(VENV)/.dev ## run the tests, and say what their seconds went into, by folder and by kind of work
 	$(BIN)/python -m pytest -p tests.times --durations=0 --durations-min=0.05 $(ARGS)
 
-bench: $(VENV)/.dev ## measure NAME=step, load, save, loss, scale, tenants, pipeline, host, frames, dropout or planning; ARGS=--short for a look
+bench: $(VENV)/.dev ## measure NAME=step, load, save, loss, scale, tenants, pipeline, host, frames, dropout, bytes or planning; ARGS=--short for a look
 	$(BIN)/python benchmarks/$(or $(NAME),step).py $(ARGS)
 
 # No set-up: on a machine with GPUs torch and its CUDA are the user's own, and there may be no network.

@@ -173,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--activation_checkpointing", choices=("yes", "no"), help="recompute activations in backward")
     parser.add_argument("--require_adapters", choices=("yes", "no"), help="refuse to train what is no adapter (yes)")
     parser.add_argument("--shard_base", choices=("yes", "no"), default="yes", help="shard the base too (not asked)")
+    parser.add_argument("--fused", choices=("yes", "no"), default="yes", help="fuse LoRA with its base (not asked)")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     return parser
 
@@ -180,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
 def _write(path: Path, options: argparse.Namespace) -> None:
     names = ("pp_size", *_OF_A_PIPELINE) if options.pp_size > 1 else ()
     more = {name: getattr(options, name) for name in names}
-    more |= {"shard_base": False} if options.shard_base == "no" else {}
+    more |= {name: False for name in ("shard_base", "fused") if getattr(options, name) == "no"}
     sizes = {axis: getattr(options, f"{axis}_size") for axis in ("dp_replicate", "cp", "tp")}
     sizes["dp_shard"] = _shards(options, options.dp_replicate_size)
     machines: dict[str, Any] = {"num_machines": options.num_machines, "same_network": True}

@@ -106,6 +106,7 @@ OWN_KEYS: dict[str, Callable[[str, object], Any]] = {
     "parallelism_config_pp_stages_per_rank": whole,
     "parallelism_config_require_adapters": flag,
     "parallelism_config_shard_base": flag,
+    "parallelism_config_fused": flag,
     "parallelism_config_tp_plan": plan_of_styles,
 }
 """Map the keys that `accelerate launch` does not know and drops to the function that converts their value.
@@ -152,7 +153,7 @@ def mesh_sections(
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of a configuration file that ask for a mesh.
 
-    `more` has further keys of the mesh: "pp_size" and other options of a pipeline, "shard_base".
+    `more` has further keys of the mesh: "pp_size" and other options of a pipeline, "shard_base", "fused".
     """
     mesh: dict[str, Any] = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp")}
     mesh |= {"cp_size": sizes["cp"]} if sizes["cp"] > 1 else {}

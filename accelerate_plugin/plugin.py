@@ -53,6 +53,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
         pp_split: Literal["auto"] | Sequence[str] = "auto",
         shard_base: bool | None = None,
         prefetch_blocks: int = 0,
+        fused: bool | None = None,
     ) -> None:
         """Keep the settings; no process group or mesh is made yet.
 
@@ -92,6 +93,7 @@ class LoRAParallelPlugin(FullyShardedDataParallelPlugin):
             "pp_stages_per_rank": pp_stages_per_rank,
             "require_adapters": require_adapters,
             "shard_base": shard_base,
+            "fused": fused,
             "tp_plan": tp_plan,
         }
         self._chosen = {name: value for name, value in configurable.items() if value is not None}

@@ -206,7 +206,7 @@ class Kernels(TorchDispatchMode):
             inputs = args[1:] if name in OVERWRITING else args
             read = {id(tensor): tensor for tensor in _tensors((inputs, kwargs))}
             self.count += 1
-            self.bytes += sum(map(_distinct_bytes, [*read.values(), *_tensors(result)]))
+            self.bytes += sum(map(distinct_bytes, [*read.values(), *_tensors(result)]))
         return result
 
 
@@ -219,7 +219,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _distinct_bytes(tensor: Tensor) -> int:
+def distinct_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's different elements: an expanded dim has one."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size if stride or not size else 1 for size, stride in sizes) * tensor.element_size()

@@ -155,6 +155,7 @@ class BaseLogic:
         pipeline_split: Literal["auto"] | list[str] = "auto",
         shard_base: bool = True,
         prefetch_blocks: int = 0,
+        fused: bool = True,
     ) -> None:
         """Check and keep the options, which `lora_parallel.ParallelConfig` documents; processes are started later.
 
@@ -203,6 +204,7 @@ class BaseLogic:
             "reshard_after_forward": reshard_after_forward,
             "shard_base": shard_base,
             "prefetch_blocks": prefetch_blocks,
+            "fused": fused,
             "activation_checkpointing": activation_checkpointing,
             "compile": compile,
             "require_adapters": require_adapters,

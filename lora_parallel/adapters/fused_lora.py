@@ -36,7 +36,7 @@ from lora_parallel.layers.wrapped_forward import wrap_forward
 from lora_parallel.state import Setup
 
 _WHY = "_lora_parallel_not_fused"
-_REMEDY = "which a fused LoRA layer has not: set fused=False (in ParallelConfig, the plugin or the strategy)."
+_OTHERWISE = "which a fused LoRA layer has not: on a mesh of one rank fused=False (in ParallelConfig) gives it."
 _FORWARDS = nn.Linear.forward, Conv1D.forward
 
 
@@ -139,12 +139,12 @@ class _Eager(FusedLoRA):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(f"create_graph=True asks for a derivative of the gradient, {_REMEDY}")
+            raise RuntimeError(f"create_graph=True asks for a derivative of the gradient, {_OTHERWISE} Leave create_graph out.")
         return FusedLoRA.backward(ctx, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(f"forward-mode differentiation asks for a tangent of the output, {_REMEDY}")
+        raise RuntimeError(f"forward-mode differentiation asks for a tangent of the output, {_OTHERWISE}")
 
 
 # ------------------------------------------------------------------ float32 as the sum of three parts in bfloat16
@@ -309,7 +309,7 @@ def _precision(
 ) -> tuple[torch.dtype, bool] | None:
     """Return the dtype to compute in, and True if A and B are computed in three parts; None for PEFT's forward."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if not x.is_meta and torch.is_autocast_enabled(device):  # there is no autocast on meta
         dtype = torch.get_autocast_dtype(device)
         found = {x.dtype, base, lora_A, lora_B}
         fits = dtype is torch.bfloat16 and found <= {torch.float32, torch.bfloat16}

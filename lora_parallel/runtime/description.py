@@ -80,12 +80,8 @@ def _lines(model: nn.Module, state: ParallelState) -> Iterator[str]:
     yield from (f"  {line}" for line in rank_lines(sizes))
     yield from _memory(model, state)
     yield from _plan(state, sizes["tp"])
+    yield from _fused(model)
     yield from _adapters(model, state)
-    fused, others = count_fused(model)
-    if fused or others:
-        reasons = ", ".join(f"{count} {why}" for why, count in others.items())
-        rest = f", PEFT's forward {others.total()}: {reasons}" if others else ""
-        yield f"LoRA layers: fused {fused}{rest}"
     if state.stage is not None:
         config = state.config
         yield (
@@ -133,6 +129,14 @@ def _plan(state: ParallelState, tp: int) -> Iterator[str]:
         yield f"  {glob:<{width}}  {style:<{style_width}}  {count}"
     if len(kinds) > _KINDS:
         yield f"  and {len(kinds) - _KINDS} kinds more, which the logger lora_parallel.planning lists with level INFO"
+
+
+def _fused(model: nn.Module) -> Iterator[str]:
+    """Yield how many LoRA layers are computed together with their bases, and why others are not."""
+    fused, others = count_fused(model)
+    if fused or others:
+        reasons = ", ".join(why if len(others) == 1 else f"{count} {why}" for why, count in others.items())
+        yield f"LoRA layers: fused {fused}" + (f", PEFT's forward {others.total()}: {reasons}" if others else "")
 
 
 def _adapters(model: nn.Module, state: ParallelState) -> Iterator[str]:

@@ -155,7 +155,7 @@ STYLES = {"*.q_proj": "colwise_gather_output", "lm_head": "replicate"}
 
 def test_what_trains_and_how_layers_are_cut_are_handed_on(tmp_path, monkeypatch):
     """By the file, and as `accelerate-lora launch` writes them to the environment; the plugin may say the same."""
-    want = {"require_adapters": False, "shard_base": False, "tp_plan": STYLES}
+    want = {"require_adapters": False, "shard_base": False, "fused": False, "tp_plan": STYLES}
     mine = {f"parallelism_config_{key}": value for key, value in want.items()}
     path = written(tmp_path, parallelism_config={"parallelism_config_tp_size": 2, **mine})
     monkeypatch.setattr(config_file, "_launched_with", lambda: path)
@@ -173,7 +173,7 @@ def test_what_trains_and_how_layers_are_cut_are_handed_on(tmp_path, monkeypatch)
     settings = config_file.own_settings()
     assert settings == want
     config = LoRAParallelPlugin().parallel_config({"tp": 2}, "no", configured=settings)
-    assert (config.require_adapters, config.shard_base, config.tp_plan) == (False, False, STYLES)
+    assert (config.require_adapters, config.shard_base, config.fused, config.tp_plan) == (False, False, False, STYLES)
     with pytest.raises(ValueError, match="require_adapters is True by LoRAParallelPlugin and False by the config"):
         LoRAParallelPlugin(require_adapters=True).parallel_config({"tp": 2}, "no", configured=settings)
 
@@ -214,10 +214,10 @@ def test_config_writes_that_something_else_trains(tmp_path):
     path = written(tmp_path)
     assert "parallelism_config_require_adapters" not in yaml.safe_load(path.read_text())["parallelism_config"]
     options = ["--num_machines", "1", "--tp_size", "1", "--dp_replicate_size", "1", *REST]
-    more = ["--require_adapters", "no", "--shard_base", "no"]
+    more = ["--require_adapters", "no", "--shard_base", "no", "--fused", "no"]
     cli.config(["--config_file", str(path), "--force", "--num_processes", "2", *options, *more])
     found = yaml.safe_load(path.read_text())["parallelism_config"]
-    assert found["parallelism_config_require_adapters"] is found["parallelism_config_shard_base"] is False
+    assert [found[f"parallelism_config_{name}"] for name in ("require_adapters", "shard_base", "fused")] == [False] * 3
     assert config_file.check_config(path)
 
 
