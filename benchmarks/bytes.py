@@ -6,9 +6,8 @@
 - One block takes a forward and a backward on meta, without values; attention is replaced by a sum. Rank 0 of each mesh
   runs among ranks that are not there; collectives are left out, and what FSDP2 copies for them.
 - A kernel is an operator that torch dispatches and that is neither a view nor an allocation; its bytes are those of the
-  tensors that it touches. "moved" counts twice what is changed in place, as it is read and written. The operators inside of autograd functions are counted. On a GPU, LoRA dropout is one
-  kernel that reads its input and writes its output; here it is the operators of a CPU, and has a table of its own
-  (`dropout.py`).
+  tensors that it touches. "moved" counts twice what is changed in place, as it is read and written. The operators
+  inside of autograd functions are counted. LoRA dropout, one kernel on a GPU, has a table of its own (`dropout.py`).
 - A kernel is large if a tensor of it has an element for each token and feature of a layer. LoRA's are those beyond the
   base's.
 - Under autocast, which knows no meta device, the tensors are torch's fake ones of a CPU: on one rank.
@@ -66,7 +65,7 @@ class Cost:
 
 
 class BlockKernels(Kernels):
-    """Count too the bytes of the different tensors of each kernel, and the kernels with a tensor of `large` elements."""
+    """Count too the bytes of the different tensors of each kernel, and the kernels with a tensor of `large` or more."""
 
     def __init__(self, large: int) -> None:
         super().__init__()
@@ -91,7 +90,7 @@ def _no_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: 
 
 
 def adapted(config: LlamaConfig, adapters: torch.dtype | None) -> nn.Module:
-    """Return a model of one block in bfloat16, on meta, with LoRA on its seven linear layers unless `adapters` is None."""
+    """Return a model of one block in bfloat16, on meta; with LoRA on its linear layers, unless `adapters` is None."""
     with meta_init():
         model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     if adapters is None:
@@ -121,7 +120,9 @@ def fake_parameters(model: nn.Module) -> None:
 
 def cost_of(model: Any, config: LlamaConfig, tokens: int, tp: int, autocast: bool) -> Cost:
     """Count a forward and a backward of the model's block."""
-    block = model.get_submodule("base_model.model.model.layers.0" if hasattr(model, "peft_config") else "model.layers.0")
+    block = model.get_submodule(
+        "base_model.model.model.layers.0" if hasattr(model, "peft_config") else "model.layers.0"
+    )
     width = config.hidden_size // config.num_attention_heads
     narrow = width * config.num_key_value_heads // tp  # features of the smallest output
     x = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, device="meta")

@@ -127,7 +127,7 @@ class TopologyInvariantDropout(nn.Module):
         return bits < self._threshold
 
     def forward(self, x: Tensor, is_scaled: bool = True) -> Tensor:
-        """Zero a fraction `p` of the elements of `x` and, if `is_scaled`, scale the rest by 1 / (1 - p), in training."""
+        """Zero a fraction `p` of the elements of `x` in training, and scale the rest by 1 / (1 - p) if `is_scaled`."""
         if not self.training or self.p == 0:
             return x
         keys = self.prepared.unbind() if torch.compiler.is_compiling() and self.prepared is not None else None

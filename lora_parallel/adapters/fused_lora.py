@@ -36,6 +36,7 @@ from lora_parallel.layers.wrapped_forward import wrap_forward
 from lora_parallel.state import Setup
 
 _WHY = "_lora_parallel_not_fused"
+_PEFT = "_lora_parallel_peft_forward"
 _OTHERWISE = "which a fused LoRA layer has not: on a mesh of one rank fused=False (in ParallelConfig) gives it."
 _FORWARDS = nn.Linear.forward, Conv1D.forward
 
@@ -139,7 +140,9 @@ class _Eager(FusedLoRA):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(f"create_graph=True asks for a derivative of the gradient, {_OTHERWISE} Leave create_graph out.")
+            raise RuntimeError(
+                f"create_graph=True asks for a derivative of the gradient, {_OTHERWISE} Leave create_graph out."
+            )
         return FusedLoRA.backward(ctx, *grads)
 
     @staticmethod
@@ -248,18 +251,21 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
     branch = _branch(layer, args[0]) if len(args) == 1 and not kwargs else None
     if branch is None:
         return compute(*args, **kwargs)
-    x, base = args[0], layer.base_layer
+    x = args[0]
+    base: Any = layer.base_layer
     fed, scaling = None, branch.scaling
     if branch.dropout is not None:
         fed = branch.dropout(x.to(branch.dtype), is_scaled=False)
         scaling *= branch.dropout.scale
-    y = weight = bias = None
+    y: Tensor | None = None
+    weight: Tensor | None = None  # [out, in]
+    bias = None
     if isinstance(base, QuantisedLayer):
         y = base(x)
     else:
-        weight, bias = base.weight, base.bias
-        weight = weight if features_dim(base) == 0 else weight.t()  # [out, in]
-    lora_A, lora_B, addend = branch.lora_A.weight, branch.lora_B.weight, branch.lora_B.bias
+        weight, bias = base.weight if features_dim(base) == 0 else base.weight.t(), base.bias
+    lora_A, lora_B = branch.lora_A.weight, branch.lora_B.weight
+    addend: Tensor | None = branch.lora_B.bias
     if addend is not None and branch.dropout is not None:
         addend = addend / branch.dropout.scale
     how = scaling, branch.dtype, branch.is_split
@@ -271,13 +277,19 @@ def _branch(layer: Any, x: Tensor) -> Branch | None:
     """Return how the branch of a call is computed, or None if PEFT's forward is to compute it."""
     if layer.disable_adapters or layer.merged or layer.lora_variant:
         return None
+    if type(layer).forward is not layer.__dict__[_PEFT]:
+        return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1:
         return None
     base, (name,) = layer.base_layer, names
     lora_A, lora_B, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     scaling = layer.scaling[name]
-    if not (_is_plain(lora_A) and _is_plain(lora_B)) or lora_A.bias is not None or not isinstance(scaling, (int, float)):
+    if (
+        not (_is_plain(lora_A) and _is_plain(lora_B))
+        or lora_A.bias is not None
+        or not isinstance(scaling, (int, float))
+    ):
         return None
     if not isinstance(dropout, (nn.Identity, TopologyInvariantDropout)) or _is_changed(dropout):
         return None
@@ -290,8 +302,9 @@ def _branch(layer: Any, x: Tensor) -> Branch | None:
     precision = _precision(layer, x, dtype, lora_A.weight.dtype, lora_B.weight.dtype)
     if precision is None:
         return None
-    drops = isinstance(dropout, TopologyInvariantDropout) and dropout.training and dropout.p > 0
-    return None if drops and dropout.p == 1 else Branch(lora_A, lora_B, dropout if drops else None, scaling, *precision)
+    if not isinstance(dropout, TopologyInvariantDropout) or not dropout.training or dropout.p == 0:
+        return Branch(lora_A, lora_B, None, scaling, *precision)
+    return Branch(lora_A, lora_B, dropout, scaling, *precision) if dropout.p < 1 else None
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -331,6 +344,7 @@ def fuse_lora(setup: Setup) -> None:
             why = why_not_fused(module) if setup.config.fused else "fused=False"
             module.__dict__[_WHY] = why
             if why is None:
+                module.__dict__[_PEFT] = type(module).forward
                 wrap_forward(module, _run)
 
 

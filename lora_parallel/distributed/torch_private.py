@@ -72,7 +72,8 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 def unsafe_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Return `tensor` in another shape: no view to autograd, which lets nobody change a view in place that a function
-    made. Nothing may use `tensor` itself after that."""
+    made. Nothing may use `tensor` itself after that.
+    """
     return torch.ops.aten._unsafe_view(tensor, shape)
 
 

@@ -24,7 +24,7 @@ from lora_parallel.layers.styles import Style
 
 
 def lora_layers(model: nn.Module) -> set[nn.Module]:
-    """Return the LoRA layers of a model, which are called as a whole: hooks on what is in them would run PEFT's forward."""
+    """Return the LoRA layers of a model. A hook on what is in one would leave its calls to PEFT's forward."""
     return {module for module in model.modules() if isinstance(module, LoraLayer)}
 
 

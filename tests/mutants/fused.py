@@ -1,0 +1,64 @@
+"""Fused LoRA layers: products, precision, and the calls that are PEFT's."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant
+
+FUSED = "tests/lora_parallel/adapters/test_fused_lora.py"
+
+KINDS = f"{FUSED}::test_layers_of_every_kind"
+CHANGES = f"{FUSED}::test_what_changes_after_the_first_step_is_asked_in_each"
+
+BREAKAGES = [
+    Mutant("backward", harm, test, old, new)
+    for harm, test, old, new in [
+        (
+            "The third part of a float32 factor is left out beside a base in bfloat16.",
+            f"{FUSED}::test_parts_are_exact",
+            "return first, second, (rest - second).bfloat16()",
+            "return first, second, torch.zeros_like(second)",
+        ),
+        (
+            "The scaling of LoRA counts twice in the gradient of B.",
+            KINDS,
+            "dB = (dy.t() @ h).mul_(scaling)",
+            "dB = (dy.t() @ h).mul_(scaling * scaling)",
+        ),
+        (
+            "The gradient of the input passes through elements that LoRA dropout has dropped.",
+            KINDS,
+            "into = None if needs_fed else dx",
+            "into = dx",
+        ),
+        (
+            "A factor's gradient is that of the input before dropout.",
+            KINDS,
+            "fed2 = x2 if fed is None else fed.reshape(x2.shape)",
+            "fed2 = x2",
+        ),
+        (
+            "A disabled adapter, as that of DPO's reference, goes on computing.",
+            CHANGES,
+            "if layer.disable_adapters or layer.merged or layer.lora_variant:",
+            "if layer.merged or layer.lora_variant:",
+        ),
+        (
+            "A merged adapter counts twice.",
+            CHANGES,
+            "if layer.disable_adapters or layer.merged or layer.lora_variant:",
+            "if layer.disable_adapters or layer.lora_variant:",
+        ),
+        (
+            "A hook on a part of a LoRA layer is not called.",
+            CHANGES,
+            'return has_hooks(module) or "forward" in module.__dict__',
+            'return "forward" in module.__dict__',
+        ),
+        (
+            "A derivative of the gradient takes what LoRA has kept for a constant.",
+            f"{FUSED}::test_derivatives_of_gradients_are_refused",
+            'if torch.is_grad_enabled():\n            raise RuntimeError(f"create_graph=True asks',
+            'if False:\n            raise RuntimeError(f"create_graph=True asks',
+        ),
+    ]
+]
