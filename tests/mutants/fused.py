@@ -57,8 +57,8 @@ BREAKAGES = [
         (
             "A derivative of the gradient takes what LoRA has kept for a constant.",
             f"{FUSED}::test_derivatives_of_gradients_are_refused",
-            'if torch.is_grad_enabled():\n            raise RuntimeError(f"create_graph=True asks',
-            'if False:\n            raise RuntimeError(f"create_graph=True asks',
+            'if torch.is_grad_enabled():\n            raise RuntimeError(\n                f"create_graph=True asks',
+            'if False:\n            raise RuntimeError(\n                f"create_graph=True asks',
         ),
     ]
 ]
