@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -199,28 +199,28 @@ def _sum_parts(product: Tensor, dim: int) -> Tensor:
 
 def _wide(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of bfloat16 matrices, summed and returned in float32."""
-    if _has_wide_product(a.device.type):
+    if a.device.type in _wide_devices:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Add `scaling * a b` of bfloat16 matrices to y, bfloat16, in place; the sum is rounded once."""
-    if _has_wide_product(y.device.type):
+    if y.device.type in _wide_devices:
         return y.addmm_(a, b, alpha=scaling)
     return y.copy_(torch.addmm(y.float(), a.float(), b.float(), alpha=scaling))
 
 
-@cache
-def _has_wide_product(device_type: str) -> bool:
-    """Return True if a type of device multiplies bfloat16 matrices into float32 (a CPU does not: torch 2.14)."""
-    if device_type == "meta":  # stands for a GPU wherever a step is simulated
-        return True
+_wide_devices = {"meta"}  # which stands for a GPU wherever a step is simulated
+"""Types of devices that multiply bfloat16 matrices into float32. A CPU does not (torch 2.14)."""
+
+
+def _find_wide_product(device_type: str) -> None:
+    """Try the product on a type of device, before any graph is made that depends on it."""
     one = torch.ones(8, 8, dtype=torch.bfloat16, device=device_type)
-    try:
-        return bool((torch.mm(one, one, out_dtype=torch.float32) == 8).all())
-    except (RuntimeError, NotImplementedError):
-        return False
+    with suppress(RuntimeError, NotImplementedError):
+        if torch.equal(torch.mm(one, one, out_dtype=torch.float32), one.float() * 8):
+            _wide_devices.add(device_type)
 
 
 # ------------------------------------------------------------------ layers
@@ -339,6 +339,7 @@ def _precision(
 
 def fuse_lora(setup: Setup) -> None:
     """Fuse the LoRA layers of a model with their bases, unless the config says fused=False."""
+    _find_wide_product(setup.mesh.device_type)
     for module in clean_names(setup.model):
         if isinstance(module, LoraLayer):
             why = why_not_fused(module) if setup.config.fused else "fused=False"

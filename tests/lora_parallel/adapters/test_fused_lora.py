@@ -52,8 +52,13 @@ def fused(model: Any, is_fused: bool = True) -> Any:
     """A copy of the model whose layers are fused, with the same masks of dropout as without."""
     model = copy.deepcopy(model)
     adapt_dropout(model, 0, ForwardCount(running=True), 0)
-    fuse_lora(SimpleNamespace(model=model, config=SimpleNamespace(fused=is_fused)))  # type: ignore[arg-type]
+    fuse(model, is_fused)
     return model
+
+
+def fuse(model: Any, is_fused: bool = True) -> None:
+    mesh, config = SimpleNamespace(device_type="cpu"), SimpleNamespace(fused=is_fused)
+    fuse_lora(SimpleNamespace(model=model, mesh=mesh, config=config))  # type: ignore[arg-type]
 
 
 def layer_of(model: Any) -> Any:
@@ -381,6 +386,19 @@ def test_no_tokens_and_one_row(calls):
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("precision", ["float64", "adapters in float32", "autocast"])
+def test_compiled(precision):
+    """In one graph: neither the questions about a call nor the splits break it."""
+    base, adapters, dtype, autocast = PRECISIONS[precision]
+    model = fused(adapted(base, adapters, lora_bias=True))
+    want = step(model, inputs(dtype), autocast)
+    torch.compiler.reset()
+    layer = layer_of(model)
+    layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    found = step(model, inputs(dtype), autocast)
+    assert relative_error(found, want) < (1e-12 if base is F64 else 1e-2)
+
+
 class OwnLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).tanh()
@@ -395,7 +413,7 @@ def test_set_up_says_what_is_not_fused():
     peft_model.add_adapter("dora", LoraConfig(r=2, target_modules=["variant"], use_dora=True))
     placed = peft_model.base_model.model["placed"]
     placed.forward = placed.forward
-    fuse_lora(SimpleNamespace(model=peft_model, config=SimpleNamespace(fused=True)))  # type: ignore[arg-type]
+    fuse(peft_model)
     number, reasons = count_fused(peft_model)
     assert number == 1
     assert reasons == {
