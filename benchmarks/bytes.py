@@ -1,12 +1,12 @@
 """Count what LoRA adds to one block: kernels, bytes and what is kept for backward, of the base alone, PEFT and ours.
 
-    python benchmarks/bytes.py                                  # one Llama-3-8B block, 4,096 tokens: half a minute
+    python benchmarks/bytes.py                                  # one Llama-3-8B block, 4,096 tokens: ten seconds
     python benchmarks/bytes.py --hidden 256 --intermediate 512 --tokens 64
 
 - One block takes a forward and a backward on meta, without values; attention is replaced by a sum. Rank 0 of each mesh
   runs among ranks that are not there; collectives are left out, and what FSDP2 copies for them.
-- A kernel is an operator that torch dispatches and that is neither a view nor an allocation; its bytes are those of the
-  tensors that it touches. "moved" counts twice what is changed in place, as it is read and written. The operators
+- A kernel is an operator that torch dispatches, other than views and allocations. It counts the bytes of all tensors
+  that it touches. A tensor that it changes in place counts once, and twice in the column "moved". The operators
   inside of autograd functions are counted. LoRA dropout, one kernel on a GPU, has a table of its own (`dropout.py`).
 - A kernel is large if a tensor of it has an element for each token and feature of a layer. LoRA's are those beyond the
   base's.
@@ -50,15 +50,15 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Cost:
-    """What one forward and backward of a block takes."""
+    """Hold what one forward and backward of a block takes."""
 
     kernels: int
     large: int
     bytes: int
-    """Of the tensors that each kernel touches; one that it changes in place counts once."""
+    """Count the bytes of the tensors that each kernel touches, once where it changes a tensor in place."""
 
     moved: int
-    """As `bytes`, but what is changed in place counts twice, as it is read and written."""
+    """Count the same bytes, twice where a tensor is changed in place, because it is read and written."""
 
     saved: int
     """Bytes of the tensors that autograd keeps, parameters left out."""

@@ -2,7 +2,7 @@
 
 PEFT computes `base(x) + scaling * B(A(dropout(x)))` operator by operator: a copy of x in the adapter's dtype, a product
 of the output's size, one with the scaling, a sum. Here the branch is added into the base's output, and its gradient
-into the base's, inside of the products; only x and `h = A x` are kept for backward.
+into the base's, inside of the products. Of an activation's size x alone is kept for backward.
 
 The adapters of a bfloat16 base are float32, for which PEFT copies x to float32. Here a float32 matrix is the exact sum
 of three bfloat16 ones (of 24 bits of the mantissa each has 8), so that x is read as it is, by a product of bfloat16
@@ -55,8 +55,8 @@ class Branch(NamedTuple):
 class FusedLoRA(torch.autograd.Function):
     """Compute `x W^T + bias + scaling * ((fed A^T) B^T + addend)`, or add the branch, in place, to a `y` of the base.
 
-    Shapes: x and fed [..., in], y [..., out], weight [out, in], A [r, in], B [out, r], bias and addend (that of B)
-    [out]. `fed` is x after dropout, or None where nothing is dropped. Either `y` or `weight` is None.
+    Shapes: x and fed [..., in], y [..., out], weight [out, in], A [r, in], B [out, r], bias [out], addend [out]. The
+    addend is the bias of B. `fed` is x after dropout, or None where nothing is dropped. Either `y` or `weight` is None.
     """
 
     @staticmethod
@@ -160,7 +160,7 @@ _OF_FACTORS = 0, 0, 0, 1, 2, 1
 
 
 def _split(matrix: Tensor, dim: int) -> Tensor:
-    """Return the parts of a float32 matrix side by side along `dim`, bfloat16: six, of which some are there twice."""
+    """Return six parts of a float32 matrix side by side along `dim`, bfloat16. Some parts stand there repeatedly."""
     parts = _parts(matrix)
     return torch.cat([parts[part] for part in (_OF_ACTIVATIONS if dim else _OF_FACTORS)], dim)
 
@@ -174,7 +174,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_addend(h: Tensor, factor: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return matrices whose product is that of h [tokens, n] and `factor` [n, out], plus `addend` [out] in each row."""
+    """Extend h [tokens, n] and `factor` [n, out] so that their product has `addend` [out] added to each row."""
     if addend is None:
         return h, factor
     is_split = addend.dtype is torch.float32 and h.dtype is torch.bfloat16
@@ -339,7 +339,8 @@ def _precision(
 
 def fuse_lora(setup: Setup) -> None:
     """Fuse the LoRA layers of a model with their bases, unless the config says fused=False."""
-    _find_wide_product(setup.mesh.device_type)
+    if setup.config.fused:
+        _find_wide_product(setup.mesh.device_type)
     for module in clean_names(setup.model):
         if isinstance(module, LoraLayer):
             why = why_not_fused(module) if setup.config.fused else "fused=False"

@@ -71,9 +71,8 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def unsafe_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return `tensor` in another shape: no view to autograd, which lets nobody change a view in place that a function
-    made. Nothing may use `tensor` itself after that.
-    """
+    """Return `tensor` in another shape, as no view; nothing may use `tensor` itself after that."""
+    # Autograd lets nobody change a view in place that an autograd function has returned.
     return torch.ops.aten._unsafe_view(tensor, shape)
 
 

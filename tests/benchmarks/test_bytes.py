@@ -1,4 +1,4 @@
-"""What a fused LoRA layer reads and writes, by the benchmark's own count."""
+"""Hold the bytes of a fused LoRA layer, as the benchmark counts them."""
 
 from __future__ import annotations
 

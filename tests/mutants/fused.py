@@ -31,13 +31,13 @@ BREAKAGES = [
             "into = dx",
         ),
         (
-            "A factor's gradient is that of the input before dropout.",
+            "The gradient of A is computed from the input before dropout.",
             KINDS,
             "fed2 = x2 if fed is None else fed.reshape(x2.shape)",
             "fed2 = x2",
         ),
         (
-            "A disabled adapter, as that of DPO's reference, goes on computing.",
+            "An adapter that is disabled, such as in DPO's reference forward, is computed all the same.",
             CHANGES,
             "if layer.disable_adapters or layer.merged or layer.lora_variant:",
             "if layer.merged or layer.lora_variant:",
