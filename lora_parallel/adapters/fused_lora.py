@@ -41,15 +41,16 @@ _OTHERWISE = "which a fused LoRA layer has not: on a mesh of one rank fused=Fals
 _FORWARDS = nn.Linear.forward, Conv1D.forward
 
 
-class Branch(NamedTuple):
-    """Describe how the branch of one call is computed."""
+class Call(NamedTuple):
+    """Hold what one call of a LoRA layer is computed with."""
 
-    lora_A: nn.Linear
-    lora_B: nn.Linear
+    base: Any
+    weight: Tensor | None  # of the base, as it is stored; None for a quantised base
+    lora_A: Tensor  # [r, in]
+    lora_B: Tensor  # [out, r]
+    addend: Tensor | None  # [out], the bias of B
     dropout: TopologyInvariantDropout | None  # None where nothing is dropped
     scaling: float
-    dtype: torch.dtype  # of x, of the base and of its output, as they are computed
-    is_split: bool  # True if A and B are float32 beside a base in bfloat16, and computed in three parts
 
 
 class FusedLoRA(torch.autograd.Function):
@@ -60,41 +61,16 @@ class FusedLoRA(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        how: tuple[float, torch.dtype, bool],
-        y: Tensor | None,  # first: if it is a view, autograd takes the first tensor for what is changed
-        x: Tensor,
-        fed: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        lora_A: Tensor,
-        lora_B: Tensor,
-        addend: Tensor | None,
-    ) -> Tensor:
-        scaling, dtype, is_split = how
-        x2 = x.to(dtype).reshape(-1, x.shape[-1])  # [tokens, in]
-        fed2 = x2 if fed is None else fed.reshape(x2.shape)
-        if weight is None:
-            assert y is not None
+    def forward(ctx: Any, how: tuple[float, torch.dtype, bool], y: Tensor | None, x: Tensor, *tensors: Any) -> Tensor:
+        # y is the first tensor: if it is a view, autograd takes the first one for what is changed
+        output, fed, factors, h = _forward(how, y, x, *tensors)
+        if y is not None:
             ctx.mark_dirty(y)
-            flat = y.view(-1, y.shape[-1])  # [tokens, out]
-        else:
-            flat = nn.functional.linear(x2, weight.to(dtype), None if bias is None else bias.to(dtype))
-            y = unsafe_view(flat, (*x.shape[:-1], flat.shape[-1]))
-        if is_split:
-            factors = _split(lora_A, 0), _split(lora_B.t(), 0)  # [6 r, in], [6 r, out]
-            h = _split(_sum_parts(_wide(fed2, _middle(factors[0]).t()), 1), 1)  # [tokens, 6 r]
-            _add_product(flat, *_with_addend(h, factors[1], addend), scaling)
-        else:
-            factors = lora_A, lora_B
-            h = fed2 @ lora_A.to(dtype).t()  # [tokens, r]
-            left, right = _with_addend(h, lora_B.to(dtype).t(), addend)
-            flat.addmm_(left, right, alpha=scaling)
+        _, weight, bias, lora_A, lora_B, addend = tensors
         ctx.how, ctx.shape = how, x.shape
         ctx.dtypes = tuple(None if each is None else each.dtype for each in (x, bias, lora_A, lora_B, addend))
-        ctx.save_for_backward(fed2, weight, *factors, h)
-        return y
+        ctx.save_for_backward(fed, weight, *factors, h)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -108,18 +84,18 @@ class FusedLoRA(torch.autograd.Function):
         into = None if needs_fed else dx
         dA = dB = branch = None
         if is_split:
-            u = _split(_sum_parts(_wide(dy, _middle(lora_B).t()), 1).mul_(scaling), 1)  # [tokens, 6 r]
+            u = _split(_sum_parts(_wide(_middle(lora_B), dy.t())).mul_(scaling), _OF_ACTIVATIONS)  # [6 r, tokens]
             if needs_x or needs_fed:
                 into = fed.new_zeros(fed.shape) if into is None else into
-                branch = _add_product(into, u, lora_A, 1)
-            dA = _sum_parts(_wide(_first(u).t(), fed), 0) if needs_A else None  # [r, in]
-            dB = _sum_parts(_wide(dy.t(), _first(h)), 1).mul_(scaling) if needs_B else None  # [out, r]
+                branch = _add_product(into, u.t(), lora_A, 1)
+            dA = _sum_parts(_wide(_first(u), fed)) if needs_A else None  # [r, in]
+            dB = _sum_parts(_wide(_first(h), dy)).mul_(scaling) if needs_B else None  # [r, out]
         else:
-            u = (dy @ lora_B.to(dtype)).mul_(scaling)  # [tokens, r]
+            u = (lora_B.to(dtype).t() @ dy.t()).mul_(scaling)  # [r, tokens]
             if needs_x or needs_fed:
-                branch = u @ lora_A.to(dtype) if into is None else into.addmm_(u, lora_A.to(dtype))
-            dA = (u.t() @ fed).to(dtype_A) if needs_A else None
-            dB = (dy.t() @ h).mul_(scaling).to(dtype_B) if needs_B else None
+                branch = u.t() @ lora_A.to(dtype) if into is None else into.addmm_(u.t(), lora_A.to(dtype))
+            dA = (u @ fed).to(dtype_A) if needs_A else None
+            dB = (h @ dy).mul_(scaling).to(dtype_B) if needs_B else None
         dx, dfed = (dx, branch) if needs_fed else (branch, None)
         return (
             None,
@@ -129,7 +105,7 @@ class FusedLoRA(torch.autograd.Function):
             None,
             dy.sum(0).to(dtype_bias) if needs_bias else None,
             dA,
-            dB,
+            None if dB is None else dB.t().contiguous(),
             dy.sum(0, dtype=dtype_addend).mul_(scaling) if needs_addend else None,
         )
 
@@ -150,19 +126,54 @@ class _Eager(FusedLoRA):
         raise RuntimeError(f"forward-mode differentiation asks for a tangent of the output, {_OTHERWISE}")
 
 
+def _forward(
+    how: tuple[float, torch.dtype, bool],
+    y: Tensor | None,
+    x: Tensor,
+    fed: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    addend: Tensor | None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
+    """Return what backward needs, too: y, what A multiplies [tokens, in], A and B as they are computed, and h."""
+    scaling, dtype, is_split = how
+    x2 = x.to(dtype).reshape(-1, x.shape[-1])  # [tokens, in]
+    fed2 = x2 if fed is None else fed.reshape(x2.shape)
+    if weight is None:
+        assert y is not None
+        flat = y.view(-1, y.shape[-1])  # [tokens, out]
+    else:
+        flat = nn.functional.linear(x2, weight.to(dtype), None if bias is None else bias.to(dtype))
+        y = unsafe_view(flat, (*x.shape[:-1], flat.shape[-1]))
+    if is_split:
+        factors = _split(lora_A, _OF_FACTORS), _split(lora_B.t(), _OF_FACTORS)  # [6 r, in], [6 r, out]
+        h = _split(_sum_parts(_wide(_middle(factors[0]), fed2.t())), _OF_ACTIVATIONS)  # [6 r, tokens]
+        left, right = _with_addend(h, factors[1], addend)
+        _add_product(flat, left.t(), right, scaling)
+    else:
+        factors = lora_A, lora_B
+        h = lora_A.to(dtype) @ fed2.t()  # [r, tokens]
+        left, right = _with_addend(h, lora_B.to(dtype).t(), addend)
+        flat.addmm_(left.t(), right, alpha=scaling)
+    return y, fed2, factors, h
+
+
 # ------------------------------------------------------------------ float32 as the sum of three parts in bfloat16
 
 # The products (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0) of parts are one product, of two matrices that are stored
 # with their parts in these orders: so that in the one of activations the parts 0, 1, 2 stand at the front, and in the
-# one of a factor in the middle, and what needs each part once finds it without a copy.
+# one of a factor in the middle, and what needs each part once finds it without a copy. All are stored with the rank as
+# their rows, one part below the other: products that are [r, n] take a CPU half to a fifth of the time of [n, r].
 _OF_ACTIVATIONS = 0, 1, 2, 0, 0, 1
 _OF_FACTORS = 0, 0, 0, 1, 2, 1
 
 
-def _split(matrix: Tensor, dim: int) -> Tensor:
-    """Return six parts of a float32 matrix side by side along `dim`, bfloat16. Some parts stand there repeatedly."""
+def _split(matrix: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return six parts of a float32 matrix [r, n] below one another, [6 r, n], bfloat16; some stand there repeatedly."""
     parts = _parts(matrix)
-    return torch.cat([parts[part] for part in (_OF_ACTIVATIONS if dim else _OF_FACTORS)], dim)
+    return torch.cat([parts[part] for part in order])
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,17 +185,17 @@ def _parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_addend(h: Tensor, factor: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Extend h [tokens, n] and `factor` [n, out] so that their product has `addend` [out] added to each row."""
+    """Extend h [n, tokens] and `factor` [n, out] so that `h^T factor` has `addend` [out] added to each row."""
     if addend is None:
         return h, factor
     is_split = addend.dtype is torch.float32 and h.dtype is torch.bfloat16
     rows = torch.stack(_parts(addend)) if is_split else addend.to(h.dtype)[None]  # [3, out] or [1, out]
-    return torch.cat((h, h.new_ones(h.shape[0], rows.shape[0])), 1), torch.cat((factor, rows))
+    return torch.cat((h, h.new_ones(rows.shape[0], h.shape[1]))), torch.cat((factor, rows))
 
 
 def _first(parts: Tensor) -> Tensor:
-    """Return the parts 0, 1, 2 of activations [tokens, 6 r]: [tokens, 3 r]."""
-    return parts[:, : parts.shape[1] // 2]
+    """Return the parts 0, 1, 2 of activations [6 r, tokens]: [3 r, tokens]."""
+    return parts[: parts.shape[0] // 2]
 
 
 def _middle(parts: Tensor) -> Tensor:
@@ -192,9 +203,9 @@ def _middle(parts: Tensor) -> Tensor:
     return parts[parts.shape[0] // 3 : parts.shape[0] * 5 // 6]
 
 
-def _sum_parts(product: Tensor, dim: int) -> Tensor:
-    """Sum the products with three parts that stand side by side along `dim`, [3 r, n] or [n, 3 r]."""
-    return product.unflatten(dim, (3, -1)).sum(dim)
+def _sum_parts(product: Tensor) -> Tensor:
+    """Sum the products with three parts that stand below one another, [3 r, n]: [r, n]."""
+    return product.unflatten(0, (3, -1)).sum(0)
 
 
 def _wide(a: Tensor, b: Tensor) -> Tensor:
@@ -248,63 +259,76 @@ def why_not_fused(layer: LoraLayer) -> str | None:
 
 def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a call of a LoRA layer in one function, if it is PEFT's plain sum; else by PEFT's forward."""
-    branch = _branch(layer, args[0]) if len(args) == 1 and not kwargs else None
-    if branch is None:
+    call = _call(layer) if len(args) == 1 and not kwargs else None
+    if call is None:
         return compute(*args, **kwargs)
-    x = args[0]
-    base: Any = layer.base_layer
-    fed, scaling = None, branch.scaling
-    if branch.dropout is not None:
-        fed = branch.dropout(x.to(branch.dtype), is_scaled=False)
-        scaling *= branch.dropout.scale
-    y: Tensor | None = None
-    weight: Tensor | None = None  # [out, in]
-    bias = None
-    if isinstance(base, QuantisedLayer):
-        y = base(x)
-    else:
-        weight, bias = base.weight if features_dim(base) == 0 else base.weight.t(), base.bias
-    lora_A, lora_B = branch.lora_A.weight, branch.lora_B.weight
-    addend: Tensor | None = branch.lora_B.bias
-    if addend is not None and branch.dropout is not None:
-        addend = addend / branch.dropout.scale
-    how = scaling, branch.dtype, branch.is_split
+    (x,) = args
+    base, weight, lora_A, lora_B, addend, dropout, scaling = call
+    gradients = torch.is_grad_enabled()
+    if not gradients and dropout is None and x.dim() > 2 and x.shape[-2] == 1:
+        # What `generate` computes, again and again: a sum of the output's size costs less than a split of A and B.
+        h = nn.functional.linear(x if x.dtype is lora_A.dtype else x.to(lora_A.dtype), lora_A)
+        return base(x).add_(nn.functional.linear(h, lora_B, addend), alpha=scaling)
+    precision = _precision(layer, x, call)
+    if precision is None:
+        return compute(*args, **kwargs)
+    dtype, is_split = precision
+    fed: Tensor | None = None
+    if dropout is not None:
+        fed = dropout(x.to(dtype), is_scaled=False)
+        scaling *= dropout.scale
+        addend = None if addend is None else addend / dropout.scale
+    y, bias = (base(x), None) if weight is None else (None, _tensor(base, "bias"))
+    if weight is not None and features_dim(base) == 1:
+        weight = weight.t()
+    how = scaling, dtype, is_split
+    if not gradients:
+        return _forward(how, y, x, fed, weight, bias, lora_A, lora_B, addend)[0]
     function = FusedLoRA if torch.compiler.is_compiling() else _Eager
     return function.apply(how, y, x, fed, weight, bias, lora_A, lora_B, addend)
 
 
-def _branch(layer: Any, x: Tensor) -> Branch | None:
-    """Return how the branch of a call is computed, or None if PEFT's forward is to compute it."""
-    if layer.disable_adapters or layer.merged or layer.lora_variant:
+def _call(layer: Any) -> Call | None:
+    """Return what a call is computed with, or None if PEFT's forward is to compute it."""
+    if layer.disable_adapters or layer.merged_adapters or layer.lora_variant:
         return None
     if type(layer).forward is not layer.__dict__[_PEFT]:
         return None
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    children = layer._modules  # each attribute that is a module or a parameter takes `nn.Module` ten times as long
+    modules_A = children["lora_A"]._modules
+    names = [name for name in layer.active_adapters if name in modules_A]
     if len(names) != 1:
         return None
-    base, (name,) = layer.base_layer, names
-    lora_A, lora_B, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    base, (name,) = children["base_layer"], names
+    lora_A, lora_B = modules_A[name], children["lora_B"]._modules[name]
+    dropout: Any = children["lora_dropout"]._modules[name]
     scaling = layer.scaling[name]
-    if (
-        not (_is_plain(lora_A) and _is_plain(lora_B))
-        or lora_A.bias is not None
-        or not isinstance(scaling, (int, float))
-    ):
+    if not _is_plain(lora_A) or not _is_plain(lora_B) or _is_changed(dropout) or not isinstance(scaling, (int, float)):
         return None
-    if not isinstance(dropout, (nn.Identity, TopologyInvariantDropout)) or _is_changed(dropout):
+    weight = None
+    if not isinstance(base, QuantisedLayer):
+        weight = _tensor(base, "weight")
+        if weight is None or weight.requires_grad or isinstance(weight, DTensor) or not _is_plain(base):
+            return None
+    A, B = _tensor(lora_A, "weight"), _tensor(lora_B, "weight")
+    if A is None or B is None or _tensor(lora_A, "bias") is not None:
         return None
-    if isinstance(base, QuantisedLayer):
-        dtype = x.dtype
-    elif not _is_plain(base) or base.weight.requires_grad or isinstance(base.weight, DTensor):
-        return None
+    if isinstance(dropout, TopologyInvariantDropout):
+        if not dropout.training or dropout.p == 0:
+            dropout = None
+        elif dropout.p >= 1:
+            return None
+    elif type(dropout) is nn.Identity:
+        dropout = None
     else:
-        dtype = base.weight.dtype
-    precision = _precision(layer, x, dtype, lora_A.weight.dtype, lora_B.weight.dtype)
-    if precision is None:
         return None
-    if not isinstance(dropout, TopologyInvariantDropout) or not dropout.training or dropout.p == 0:
-        return Branch(lora_A, lora_B, None, scaling, *precision)
-    return Branch(lora_A, lora_B, dropout, scaling, *precision) if dropout.p < 1 else None
+    return Call(base, weight, A, B, _tensor(lora_B, "bias"), dropout, scaling)
+
+
+def _tensor(module: nn.Module, key: str) -> Tensor | None:
+    """Return a parameter, or what tensor parallelism computes with in its place; None if a property computes it."""
+    own = module.__dict__
+    return own[key] if key in own else own["_parameters"].get(key)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -317,23 +341,23 @@ def _is_changed(module: nn.Module) -> bool:
     return has_hooks(module) or "forward" in module.__dict__
 
 
-def _precision(
-    layer: Any, x: Tensor, base: torch.dtype, lora_A: torch.dtype, lora_B: torch.dtype
-) -> tuple[torch.dtype, bool] | None:
-    """Return the dtype to compute in, and True if A and B are computed in three parts; None for PEFT's forward."""
+def _precision(layer: Any, x: Tensor, call: Call) -> tuple[torch.dtype, bool] | None:
+    """Return the dtype to compute in, and True if A and B, float32, are computed in three parts of bfloat16.
+
+    Return None if PEFT's forward is to compute the call.
+    """
+    lora_A, lora_B = call.lora_A.dtype, call.lora_B.dtype
+    base = x.dtype if call.weight is None else call.weight.dtype
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):  # there is no autocast on meta
         dtype = torch.get_autocast_dtype(device)
-        found = {x.dtype, base, lora_A, lora_B}
-        fits = dtype is torch.bfloat16 and found <= {torch.float32, torch.bfloat16}
-        return (dtype, False) if fits and not isinstance(layer.base_layer, QuantisedLayer) else None
+        fits = dtype is torch.bfloat16 and {x.dtype, base, lora_A, lora_B} <= {torch.float32, torch.bfloat16}
+        return (dtype, False) if fits and call.weight is not None else None
     if x.dtype is not base or lora_A is not lora_B or base is torch.float16:
         return None
     if base is lora_A:
         return base, False
-    # One token a row is what `generate` computes, again and again, with the same A and B: splitting them takes longer.
-    is_one_token = not torch.is_grad_enabled() and x.dim() > 2 and x.shape[-2] == 1
-    casts = getattr(layer, "cast_input_dtype_enabled", True) and not is_one_token
+    casts = getattr(layer, "cast_input_dtype_enabled", True)
     return (base, True) if (base, lora_A) == (torch.bfloat16, torch.float32) and casts else None
 
 

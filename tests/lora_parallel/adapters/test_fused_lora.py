@@ -69,13 +69,13 @@ def layer_of(model: Any) -> Any:
 def calls(monkeypatch) -> list[Any]:
     """The calls that were fused."""
     found: list[Any] = []
-    apply = fused_lora.FusedLoRA.apply
+    forward = fused_lora._forward
 
     def noted(*args: Any) -> Any:
         found.append(args)
-        return apply.__func__(fused_lora._Eager, *args)
+        return forward(*args)
 
-    monkeypatch.setattr(fused_lora._Eager, "apply", noted)
+    monkeypatch.setattr(fused_lora, "_forward", noted)
     return found
 
 
@@ -136,9 +136,9 @@ def test_errors_are_those_of_peft(calls, precision, bias):
 def test_parts_are_exact():
     matrix = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * 10
     assert torch.equal(sum(part.double() for part in fused_lora._parts(matrix)), matrix.double())
-    for dim, select in ((0, fused_lora._middle), (1, fused_lora._first)):
-        parts = select(fused_lora._split(matrix, dim)).double()
-        assert torch.equal(fused_lora._sum_parts(parts, dim), matrix.double())
+    orders = (fused_lora._OF_FACTORS, fused_lora._middle), (fused_lora._OF_ACTIVATIONS, fused_lora._first)
+    for order, select in orders:
+        assert torch.equal(fused_lora._sum_parts(select(fused_lora._split(matrix, order)).double()), matrix.double())
 
 
 @pytest.mark.parametrize("part", [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0)])
@@ -369,11 +369,11 @@ def test_recomputed(calls, reentrant):
     assert relative_error(found, want) == 0
 
 
-def test_one_token_is_left_to_peft_where_factors_would_be_split(calls):
+def test_one_token_splits_no_factors(calls):
     model = fused(adapted(BF16, F32))
     with torch.no_grad():
         one, many = model(inputs(BF16)[:, :1]), model(inputs(BF16))
-    assert len(calls) == 1
+    assert len(calls) == 1  # the one of many tokens
     assert torch.equal(one, adapted(BF16, F32)(inputs(BF16)[:, :1]))
     assert (many == adapted(BF16, F32)(inputs(BF16))).float().mean() > 0.999
 
