@@ -58,55 +58,53 @@ class FusedLoRA(torch.autograd.Function):
 
     Shapes: x and fed [..., in], y [..., out], weight [out, in], A [r, in], B [out, r], bias [out], addend [out]. The
     addend is the bias of B. `fed` is x after dropout, or None where nothing is dropped. Either `y` or `weight` is None.
+    All have the dtype of x, but the weight, which is cast to it in each pass, and A, B and addend if they are split.
     """
 
     @staticmethod
-    def forward(ctx: Any, how: tuple[float, torch.dtype, bool], y: Tensor | None, x: Tensor, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, how: tuple[float, bool], y: Tensor | None, x: Tensor, *tensors: Any) -> Tensor:
         # y is the first tensor: if it is a view, autograd takes the first one for what is changed
         output, fed, factors, h = _forward(how, y, x, *tensors)
         if y is not None:
             ctx.mark_dirty(y)
-        _, weight, bias, lora_A, lora_B, addend = tensors
         ctx.how, ctx.shape = how, x.shape
-        ctx.dtypes = tuple(None if each is None else each.dtype for each in (x, bias, lora_A, lora_B, addend))
-        ctx.save_for_backward(fed, weight, *factors, h)
+        ctx.save_for_backward(fed, tensors[1], *factors, h)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _, needs_y, needs_x, needs_fed, _, needs_bias, needs_A, needs_B, needs_addend = ctx.needs_input_grad
         fed, weight, lora_A, lora_B, h = ctx.saved_tensors
-        scaling, dtype, is_split = ctx.how
-        dtype_x, dtype_bias, dtype_A, dtype_B, dtype_addend = ctx.dtypes
-        dy = grads[0].to(dtype).reshape(-1, grads[0].shape[-1])  # [tokens, out]
-        dx = dy @ weight.to(dtype) if needs_x and weight is not None else None  # [tokens, in]
+        scaling, is_split = ctx.how
+        dy = grads[0].reshape(-1, grads[0].shape[-1])  # [tokens, out]
+        dx = dy @ _in_dtype(weight, dy.dtype) if needs_x and weight is not None else None  # [tokens, in]
         # What is dropped has the branch's gradient by itself: its mask is to come. Without, the base's gets it added.
         into = None if needs_fed else dx
-        dA = dB = branch = None
+        branch = None
         if is_split:
             u = _split(_sum_parts(_wide(_middle(lora_B), dy.t())).mul_(scaling), _OF_ACTIVATIONS)  # [6 r, tokens]
             if needs_x or needs_fed:
                 into = fed.new_zeros(fed.shape) if into is None else into
                 branch = _add_product(into, u.t(), lora_A, 1)
             dA = _sum_parts(_wide(_first(u), fed)) if needs_A else None  # [r, in]
-            dB = _sum_parts(_wide(_first(h), dy)).mul_(scaling) if needs_B else None  # [r, out]
+            dB = _sum_parts(_wide(_first(h), dy)) if needs_B else None  # [r, out]
         else:
-            u = (lora_B.to(dtype).t() @ dy.t()).mul_(scaling)  # [r, tokens]
+            u = (lora_B.t() @ dy.t()).mul_(scaling)  # [r, tokens]
             if needs_x or needs_fed:
-                branch = u.t() @ lora_A.to(dtype) if into is None else into.addmm_(u.t(), lora_A.to(dtype))
-            dA = (u @ fed).to(dtype_A) if needs_A else None
-            dB = (h @ dy).mul_(scaling).to(dtype_B) if needs_B else None
+                branch = u.t() @ lora_A if into is None else into.addmm_(u.t(), lora_A)
+            dA = u @ fed if needs_A else None
+            dB = h @ dy if needs_B else None
         dx, dfed = (dx, branch) if needs_fed else (branch, None)
         return (
             None,
             grads[0] if needs_y else None,
-            None if dx is None or not needs_x else dx.to(dtype_x).view(ctx.shape),
+            None if dx is None else dx.view(ctx.shape),
             None if dfed is None else dfed.view(ctx.shape),
             None,
-            dy.sum(0).to(dtype_bias) if needs_bias else None,
+            dy.sum(0) if needs_bias else None,
             dA,
-            None if dB is None else dB.t().contiguous(),
-            dy.sum(0, dtype=dtype_addend).mul_(scaling) if needs_addend else None,
+            None if dB is None else dB.mul_(scaling).t().contiguous(),
+            dy.sum(0, dtype=torch.float32 if is_split else None).mul_(scaling) if needs_addend else None,
         )
 
 
@@ -127,7 +125,7 @@ class _Eager(FusedLoRA):
 
 
 def _forward(
-    how: tuple[float, torch.dtype, bool],
+    how: tuple[float, bool],
     y: Tensor | None,
     x: Tensor,
     fed: Tensor | None,
@@ -138,14 +136,14 @@ def _forward(
     addend: Tensor | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
     """Return what backward needs, too: y, what A multiplies [tokens, in], A and B as they are computed, and h."""
-    scaling, dtype, is_split = how
-    x2 = x.to(dtype).reshape(-1, x.shape[-1])  # [tokens, in]
+    scaling, is_split = how
+    x2 = x.reshape(-1, x.shape[-1])  # [tokens, in]
     fed2 = x2 if fed is None else fed.reshape(x2.shape)
     if weight is None:
         assert y is not None
         flat = y.view(-1, y.shape[-1])  # [tokens, out]
     else:
-        flat = nn.functional.linear(x2, weight.to(dtype), None if bias is None else bias.to(dtype))
+        flat = nn.functional.linear(x2, _in_dtype(weight, x.dtype), bias)
         y = unsafe_view(flat, (*x.shape[:-1], flat.shape[-1]))
     if is_split:
         factors = _split(lora_A, _OF_FACTORS), _split(lora_B.t(), _OF_FACTORS)  # [6 r, in], [6 r, out]
@@ -154,10 +152,14 @@ def _forward(
         _add_product(flat, left.t(), right, scaling)
     else:
         factors = lora_A, lora_B
-        h = lora_A.to(dtype) @ fed2.t()  # [r, tokens]
-        left, right = _with_addend(h, lora_B.to(dtype).t(), addend)
+        h = lora_A @ fed2.t()  # [r, tokens]
+        left, right = _with_addend(h, lora_B.t(), addend)
         flat.addmm_(left.t(), right, alpha=scaling)
     return y, fed2, factors, h
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 # ------------------------------------------------------------------ float32 as the sum of three parts in bfloat16
@@ -188,8 +190,7 @@ def _with_addend(h: Tensor, factor: Tensor, addend: Tensor | None) -> tuple[Tens
     """Extend h [n, tokens] and `factor` [n, out] so that `h^T factor` has `addend` [out] added to each row."""
     if addend is None:
         return h, factor
-    is_split = addend.dtype is torch.float32 and h.dtype is torch.bfloat16
-    rows = torch.stack(_parts(addend)) if is_split else addend.to(h.dtype)[None]  # [3, out] or [1, out]
+    rows = addend[None] if addend.dtype is h.dtype else torch.stack(_parts(addend))  # [1, out] or [3, out]
     return torch.cat((h, h.new_ones(rows.shape[0], h.shape[1]))), torch.cat((factor, rows))
 
 
@@ -267,21 +268,26 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
     gradients = torch.is_grad_enabled()
     if not gradients and dropout is None and x.dim() > 2 and x.shape[-2] == 1:
         # What `generate` computes, again and again: a sum of the output's size costs less than a split of A and B.
-        h = nn.functional.linear(x if x.dtype is lora_A.dtype else x.to(lora_A.dtype), lora_A)
+        h = nn.functional.linear(_in_dtype(x, lora_A.dtype), lora_A)
         return base(x).add_(nn.functional.linear(h, lora_B, addend), alpha=scaling)
     precision = _precision(layer, x, call)
     if precision is None:
         return compute(*args, **kwargs)
     dtype, is_split = precision
+    x = _in_dtype(x, dtype)
     fed: Tensor | None = None
     if dropout is not None:
-        fed = dropout(x.to(dtype), is_scaled=False)
+        fed = dropout(x, is_scaled=False)
         scaling *= dropout.scale
         addend = None if addend is None else addend / dropout.scale
     y, bias = (base(x), None) if weight is None else (None, _tensor(base, "bias"))
     if weight is not None and features_dim(base) == 1:
         weight = weight.t()
-    how = scaling, dtype, is_split
+    if not is_split and lora_A.dtype is not dtype:
+        lora_A, lora_B = lora_A.to(dtype), lora_B.to(dtype)
+        addend = None if addend is None else addend.to(dtype)
+    bias = None if bias is None else _in_dtype(bias, dtype)
+    how = scaling, is_split
     if not gradients:
         return _forward(how, y, x, fed, weight, bias, lora_A, lora_B, addend)[0]
     function = FusedLoRA if torch.compiler.is_compiling() else _Eager
