@@ -173,7 +173,7 @@ _OF_FACTORS = 0, 0, 0, 1, 2, 1
 
 
 def _split(matrix: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return six parts of a float32 matrix [r, n] below one another, [6 r, n], bfloat16; some stand there repeatedly."""
+    """Return the parts of a float32 matrix [r, n] in an order, one below the other: [6 r, n], bfloat16."""
     parts = _parts(matrix)
     return torch.cat([parts[part] for part in order])
 

@@ -21,8 +21,8 @@ BREAKAGES = [
         (
             "The scaling of LoRA counts twice in the gradient of B.",
             KINDS,
-            "dB = (dy.t() @ h).mul_(scaling)",
-            "dB = (dy.t() @ h).mul_(scaling * scaling)",
+            "dB.mul_(scaling).t()",
+            "dB.mul_(scaling * scaling).t()",
         ),
         (
             "The gradient of the input passes through elements that LoRA dropout has dropped.",
@@ -39,13 +39,13 @@ BREAKAGES = [
         (
             "An adapter that is disabled, such as in DPO's reference forward, is computed all the same.",
             CHANGES,
-            "if layer.disable_adapters or layer.merged or layer.lora_variant:",
-            "if layer.merged or layer.lora_variant:",
+            "if layer.disable_adapters or layer.merged_adapters or layer.lora_variant:",
+            "if layer.merged_adapters or layer.lora_variant:",
         ),
         (
             "A merged adapter counts twice.",
             CHANGES,
-            "if layer.disable_adapters or layer.merged or layer.lora_variant:",
+            "if layer.disable_adapters or layer.merged_adapters or layer.lora_variant:",
             "if layer.disable_adapters or layer.lora_variant:",
         ),
         (
