@@ -283,9 +283,9 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
     y, bias = (base(x), None) if weight is None else (None, _tensor(base, "bias"))
     if weight is not None and features_dim(base) == 1:
         weight = weight.t()
-    if not is_split and lora_A.dtype is not dtype:
-        lora_A, lora_B = lora_A.to(dtype), lora_B.to(dtype)
-        addend = None if addend is None else addend.to(dtype)
+    if not is_split:
+        lora_A, lora_B = _in_dtype(lora_A, dtype), _in_dtype(lora_B, dtype)
+        addend = None if addend is None else _in_dtype(addend, dtype)
     bias = None if bias is None else _in_dtype(bias, dtype)
     how = scaling, is_split
     if not gradients:
@@ -313,11 +313,12 @@ def _call(layer: Any) -> Call | None:
         return None
     weight = None
     if not isinstance(base, QuantisedLayer):
-        weight = _tensor(base, "weight")
-        if weight is None or weight.requires_grad or isinstance(weight, DTensor) or not _is_plain(base):
+        if not _is_plain(base):
             return None
-    A, B = _tensor(lora_A, "weight"), _tensor(lora_B, "weight")
-    if A is None or B is None or _tensor(lora_A, "bias") is not None:
+        weight = _tensor(base, "weight")
+        if weight.requires_grad or isinstance(weight, DTensor):
+            return None
+    if _tensor(lora_A, "bias") is not None:
         return None
     if isinstance(dropout, TopologyInvariantDropout):
         if not dropout.training or dropout.p == 0:
@@ -328,13 +329,16 @@ def _call(layer: Any) -> Call | None:
         dropout = None
     else:
         return None
+    A, B = _tensor(lora_A, "weight"), _tensor(lora_B, "weight")
     return Call(base, weight, A, B, _tensor(lora_B, "bias"), dropout, scaling)
 
 
-def _tensor(module: nn.Module, key: str) -> Tensor | None:
-    """Return a parameter, or what tensor parallelism computes with in its place; None if a property computes it."""
-    own = module.__dict__
-    return own[key] if key in own else own["_parameters"].get(key)
+def _tensor(module: nn.Module, key: str) -> Any:
+    """Return an attribute that is most often a parameter; it may be a buffer, or computed by a property."""
+    own = module.__dict__  # has what tensor parallelism computes with in the place of a parameter
+    if key in own:
+        return own[key]
+    return own["_parameters"][key] if key in own["_parameters"] else getattr(module, key)
 
 
 def _is_plain(module: nn.Module) -> bool:

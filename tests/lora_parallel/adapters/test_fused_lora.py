@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -272,6 +273,29 @@ def base_trains(model: Any) -> None:
     layer_of(model).base_layer.weight.requires_grad_()
 
 
+class Doubled(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return value * 2
+
+
+def computed(name: str, key: str) -> Any:
+    """Let a property compute a parameter: a module has it neither in its dictionary nor among its parameters."""
+
+    def change(model: Any) -> None:
+        module = getattr(layer_of(model), name)
+        module = module["default"] if isinstance(module, nn.ModuleDict) else module
+        register_parametrization(module, key, Doubled())
+
+    return change
+
+
+def bias_is_a_buffer(model: Any) -> None:
+    base = layer_of(model).base_layer
+    value = base.bias.detach()
+    del base.bias
+    base.register_buffer("bias", value)
+
+
 CHANGES: dict[str, tuple[Any, int]] = {
     "disabled": (disabled, 0),
     "merged": (merged, 0),
@@ -289,6 +313,10 @@ CHANGES: dict[str, tuple[Any, int]] = {
     "forward of the layer": (own_forward, 0),
     "forward of the layer's class": (patched_class, 0),
     "the base trains": (base_trains, 0),
+    "a computed bias": (computed("base_layer", "bias"), 1),
+    "a computed weight": (computed("base_layer", "weight"), 1),
+    "a computed weight of lora_A": (computed("lora_A", "weight"), 1),
+    "the bias is a buffer": (bias_is_a_buffer, 1),
 }
 
 
@@ -303,6 +331,14 @@ def test_what_changes_after_the_first_step_is_asked_in_each(calls, change):
     found, want = step(ours, inputs()), step(plain, inputs())
     assert len(calls) == expected
     assert relative_error(found, want) < 1e-12
+
+
+def test_factors_of_two_dtypes_are_cast_by_autocast(calls):
+    plain = adapted(F32, F32)
+    layer_of(plain).lora_A["default"].to(BF16)
+    found, want = step(fused(plain), inputs(F32), autocast=True), step(plain, inputs(F32), autocast=True)
+    assert len(calls) == 1
+    assert relative_error(found, want) < 2e-2
 
 
 def test_adapters_named_by_row_are_left_to_peft(calls):
