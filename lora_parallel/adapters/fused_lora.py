@@ -152,7 +152,7 @@ def _forward(
         _add_product(flat, left.t(), right, scaling)
     else:
         factors = lora_A, lora_B
-        h = lora_A @ fed2.t()  # [r, tokens]
+        h = (fed2 @ lora_A.t()).t()  # [r, tokens]; computed as PEFT computes it, to the bit
         left, right = _with_addend(h, lora_B.t(), addend)
         flat.addmm_(left.t(), right, alpha=scaling)
     return y, fed2, factors, h
