@@ -280,7 +280,9 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
         fed = dropout(x, is_scaled=False)
         scaling *= dropout.scale
         addend = None if addend is None else addend / dropout.scale
-    y, bias = (base(x), None) if weight is None else (None, _tensor(base, "bias"))
+    y, bias = (None, _tensor(base, "bias")) if weight is not None else (base(x), None)
+    if y is not None and (torch.compiler.is_compiling() or y._is_view()):
+        y = y.clone()  # a view that a quantised product returns may not be changed; a graph makes no copy of it
     if weight is not None and features_dim(base) == 1:
         weight = weight.t()
     if not is_split:
