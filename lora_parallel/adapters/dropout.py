@@ -126,9 +126,14 @@ class TopologyInvariantDropout(nn.Module):
         bits.bitwise_xor_(_shift(bits, 15)).mul_(_int32(_MIX))
         return bits < self._threshold
 
+    @property
+    def drops(self) -> bool:
+        """Return True if the next forward may zero elements: in training, with a probability above 0."""
+        return self.training and self.p > 0
+
     def forward(self, x: Tensor, is_scaled: bool = True) -> Tensor:
         """Zero a fraction `p` of the elements of `x` in training, and scale the rest by 1 / (1 - p) if `is_scaled`."""
-        if not self.training or self.p == 0:
+        if not self.drops:
             return x
         keys = self.prepared.unbind() if torch.compiler.is_compiling() and self.prepared is not None else None
         if keys is None:

@@ -64,17 +64,19 @@ class FusedLoRA(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[float, bool], y: Tensor | None, x: Tensor, *tensors: Any) -> Tensor:
         # y is the first tensor: if it is a view, autograd takes the first one for what is changed
-        output, fed, factors, h = _forward(how, y, x, *tensors)
+        output, factors, h = _forward(how, y, x, *tensors)
         if y is not None:
             ctx.mark_dirty(y)
-        ctx.how, ctx.shape = how, x.shape
-        ctx.save_for_backward(fed, tensors[1], *factors, h)
+        fed, weight = tensors[:2]
+        ctx.how = how
+        ctx.save_for_backward(x if fed is None else fed, weight, *factors, h)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _, needs_y, needs_x, needs_fed, _, needs_bias, needs_A, needs_B, needs_addend = ctx.needs_input_grad
-        fed, weight, lora_A, lora_B, h = ctx.saved_tensors
+        saved, weight, lora_A, lora_B, h = ctx.saved_tensors
+        shape, fed = saved.shape, saved.reshape(-1, saved.shape[-1])  # [tokens, in]
         scaling, is_split = ctx.how
         dy = grads[0].reshape(-1, grads[0].shape[-1])  # [tokens, out]
         dx = dy @ _in_dtype(weight, dy.dtype) if needs_x and weight is not None else None  # [tokens, in]
@@ -98,8 +100,8 @@ class FusedLoRA(torch.autograd.Function):
         return (
             None,
             grads[0] if needs_y else None,
-            None if dx is None else dx.view(ctx.shape),
-            None if dfed is None else dfed.view(ctx.shape),
+            None if dx is None else dx.view(shape),
+            None if dfed is None else dfed.view(shape),
             None,
             dy.sum(0) if needs_bias else None,
             dA,
@@ -134,8 +136,8 @@ def _forward(
     lora_A: Tensor,
     lora_B: Tensor,
     addend: Tensor | None,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Return what backward needs, too: y, what A multiplies [tokens, in], A and B as they are computed, and h."""
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """Return what backward needs, too: y, A and B as they are computed, and h."""
     scaling, is_split = how
     x2 = x.reshape(-1, x.shape[-1])  # [tokens, in]
     fed2 = x2 if fed is None else fed.reshape(x2.shape)
@@ -155,7 +157,7 @@ def _forward(
         h = (fed2 @ lora_A.t()).t()  # [r, tokens]; computed as PEFT computes it, to the bit
         left, right = _with_addend(h, lora_B.t(), addend)
         flat.addmm_(left.t(), right, alpha=scaling)
-    return y, fed2, factors, h
+    return y, factors, h
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -282,7 +284,7 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
         addend = None if addend is None else addend / dropout.scale
     y, bias = (None, _tensor(base, "bias")) if weight is not None else (base(x), None)
     if y is not None and (torch.compiler.is_compiling() or y._is_view()):
-        y = y.clone()  # a view that a quantised product returns may not be changed; a graph makes no copy of it
+        y = y.clone()  # autograd forbids to change a view that a quantised product has made in a function of its own
     if weight is not None and features_dim(base) == 1:
         weight = weight.t()
     if not is_split:
@@ -323,7 +325,7 @@ def _call(layer: Any) -> Call | None:
     if _tensor(lora_A, "bias") is not None:
         return None
     if isinstance(dropout, TopologyInvariantDropout):
-        if not dropout.training or dropout.p == 0:
+        if not dropout.drops:
             dropout = None
         elif dropout.p >= 1:
             return None

@@ -55,6 +55,18 @@ BREAKAGES = [
             'return "forward" in module.__dict__',
         ),
         (
+            "A bias that a property computes, or that is a buffer, is left out.",
+            CHANGES,
+            'return own["_parameters"][key] if key in own["_parameters"] else getattr(module, key)',
+            'return own["_parameters"].get(key)',
+        ),
+        (
+            "The scaling of LoRA is left out of a single token of `generate`.",
+            f"{FUSED}::test_one_token_splits_no_factors",
+            "lora_B, addend), alpha=scaling)",
+            "lora_B, addend))",
+        ),
+        (
             "A derivative of the gradient takes what LoRA has kept for a constant.",
             f"{FUSED}::test_derivatives_of_gradients_are_refused",
             'if torch.is_grad_enabled():\n            raise RuntimeError(\n                f"create_graph=True asks',

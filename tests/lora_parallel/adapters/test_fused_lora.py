@@ -22,6 +22,7 @@ from lora_parallel.adapters import fused_lora
 from lora_parallel.adapters.fused_lora import count_fused, fuse_lora
 from lora_parallel.adapters.injection import adapt_dropout
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.layers.linear_classes import QuantisedLayer
 from lora_parallel.state import ForwardCount
 from tests.cases import cases
 from tests.oracle import Case, full, on_mesh, ranks_of, relative_error, trained
@@ -389,6 +390,36 @@ def test_an_output_may_be_changed_in_place(calls):
     found.sum().backward()
     assert len(calls) == 1
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+class QuantisedProduct(torch.autograd.Function):
+    """Return a view of its product, as the functions of quantised layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return (x.flatten(0, 1) @ weight.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] @ ctx.saved_tensors[0], None
+
+
+class Quantised(QuantisedLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return QuantisedProduct.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_quantised_base_may_return_a_view(compiled):
+    plain = adapted()
+    layer_of(plain).base_layer.__class__ = Quantised
+    ours = fused(plain)
+    if compiled:
+        torch.compiler.reset()
+        ours.forward = torch.compile(ours.forward, backend="aot_eager", fullgraph=True)
+    assert count_fused(ours)[0] == 1
+    assert relative_error(step(ours, inputs()), step(plain, inputs())) < 1e-12
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
