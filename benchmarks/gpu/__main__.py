@@ -2,10 +2,12 @@
 
     python -m benchmarks.gpu --quick                       # everything once, under nine minutes on one GPU
     python -m benchmarks.gpu                               # more rounds and meshes
-    python -m benchmarks.gpu --steps 'oracle*' 'speed 1x1, PEFT'
+    python -m benchmarks.gpu --steps 'oracle*' 'speed 1x1'
     python -m benchmarks.gpu --device cpu --quick          # proves the script; writes to --output alone
 
-- Nothing is downloaded; models are made from configurations. Packages that are not installed are reported so.
+- Nothing is downloaded; models are made from configurations. Packages that are not installed, or older than the
+  oldest versions that are supported, are reported so. `--wheels FOLDER` installs the wheels in a folder for this
+  command alone, into `--output`: what the machine lacks, or newer than what it has.
 - Each step runs in processes of its own, so that one that crashes, hangs or runs out of memory is one failed row.
 - What a step came to is kept at once in `--output`. A rerun with the same code, versions, device and options runs what
   has not settled; keep the folder to go on later.
@@ -22,6 +24,8 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from packaging.version import Version
 
 from benchmarks.gpu.outcomes import WRONG
 from benchmarks.gpu.page import write_page
@@ -50,17 +54,22 @@ def main() -> int:
     parser.add_argument("--steps", nargs="+", default=["*"], metavar="GLOB", help="steps by name")
     parser.add_argument("--list", action="store_true", help="print the names of the steps and end")
     parser.add_argument("--minutes", type=float, help="begin no step later; with --quick 8.5")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="a folder of wheels that go before what is here")
     parser.add_argument("--output", type=Path, default=Path("outputs/gpu"), help="records, page and plot")
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+    output = args.output.resolve()
+    if args.wheels is not None:
+        use_wheels(args.wheels, output / "packages")
     environment, devices = describe(args.device)
+    for told in lacking(environment):
+        print(told)
     planned = steps(args.device, devices, args.quick)
     chosen = [step for step in planned if any(fnmatch(step.name, glob) for glob in args.steps)]
     if args.list or not chosen:
         print("\n".join(step.name for step in planned))
         return 0 if args.list else 2
-    output = args.output.resolve()
     records = Records(output / "records", environment, code_identity())
     seconds = args.minutes * 60 if args.minutes else QUICK_SECONDS if args.quick else float("inf")
     about = {**environment, "code": records.code, "commit": commit()}
@@ -87,6 +96,37 @@ def publish(pages: list[Path], planned: list[Step], records: Records, about: dic
     rows = [records.find(step) or Record(step.name, "not run") for step in planned]
     for page in pages:
         write_page(page, planned, rows, about)
+
+
+def use_wheels(folder: Path, target: Path) -> None:
+    """Install every wheel of a folder, without what it depends on, where this command and its steps look first.
+
+    Raises:
+        SystemExit: The folder has no wheels, or pip refuses one.
+    """
+    wheels = sorted(map(str, folder.glob("*.whl")))
+    if not wheels:
+        raise SystemExit(f"--wheels {folder}: there is no *.whl in this folder.")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    if subprocess.run([*pip, "--upgrade", "--target", str(target), *wheels], check=False).returncode:
+        raise SystemExit(f"--wheels {folder}: pip did not install these wheels; see above.")
+    sys.path.insert(0, str(target))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def lacking(environment: dict[str, str]) -> list[str]:
+    """Return a line for each package that is missing, or older than the oldest version that is supported."""
+    pinned = (ROOT / "tools" / "constraints" / "oldest.txt").read_text().splitlines()
+    oldest = dict(line.split("==") for line in pinned if "==" in line)
+    told = []
+    for package in PACKAGES:
+        found, needed = environment.get(package), oldest.get(package)
+        wanted = f"{package} >= {needed}" if needed else package
+        if found is None:
+            told.append(f"{wanted} is not installed: {'needed' if needed else 'what needs it is reported so'}.")
+        elif needed and Version(found) < Version(needed):
+            told.append(f"{wanted} is needed, and {found} is installed.")
+    return told
 
 
 def describe(device: str) -> tuple[dict[str, str], int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.steps import Step
@@ -34,8 +35,11 @@ class Timed:
     share: float | None
     """Share of the LoRA roofline that a step reaches."""
 
+    llama_flops: float
+    """FLOPs of a step on each GPU, as NeMo Automodel counts them."""
+
     peak: int | None
-    kernels: Mapping[str, float] | None
+    kernels: Mapping[str, Any] | None
     layers: str
     sequence: int
 
@@ -96,6 +100,7 @@ def timed(planned: Sequence[Step], rows: Sequence[Record]) -> list[Timed]:
                     seconds,
                     figures["tokens"],
                     share,
+                    figures["llama flops"] * figures["tokens"] / figures["world size"],
                     measured["peak bytes"],
                     measured["kernels"],
                     layers,
@@ -146,6 +151,7 @@ def _lines(
             "ms a step (quartiles)",
             "tokens/s",
             "of the LoRA roofline",
+            "TFLOP/s as Automodel counts",
             "its time / ours",
             "peak GiB",
             "exposed communication",
@@ -157,8 +163,9 @@ def _lines(
             yield f"- {step.name}: {_plain(f'{row.status}: {row.detail}')}"
     refused = [why for row in rows for why in row.figures.get("refused", {}).items()]
     for side, why in dict.fromkeys(refused):  # once, though every step is refused it
-        yield f"- {side}: not supported: {_plain(why)}"
+        yield f"- {side}: {_plain(why)}"
     yield ""
+    yield from _kinds(timings)
     if picture is not None:
         yield f"![Tokens per second and share of the LoRA roofline of each side]({picture})"
         yield ""
@@ -218,16 +225,36 @@ def _timed_cells(each: Timed) -> list[str]:
     low, _, high = statistics.quantiles(each.seconds, n=4) if len(each.seconds) > 1 else (each.median,) * 3
     kernels = each.kernels
     return [
-        each.step.partition(",")[0].removeprefix("speed "),
+        each.step.removeprefix("speed "),
         each.side,
         f"{each.layers}, {each.sequence}",
         f"{1e3 * each.median:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})",
         f"{each.tokens / each.median:,.0f}",
         f"{each.share:.1%}" if each.share is not None else "",
+        f"{each.llama_flops / each.median / 1e12:.0f}",
         f"{each.to_ours:.2f}",
         f"{each.peak / 2**30:.1f}" if each.peak is not None else "",
         f"{kernels['exposed']:.1f} of {kernels['communication']:.1f} ms" if kernels else "",
     ]
+
+
+def _kinds(timings: Sequence[Timed]) -> Iterator[str]:
+    """Tabulate the kernels of one step of each side by their kinds."""
+    traced = [(each, each.kernels["kinds"]) for each in timings if each.kernels]
+    if not traced:
+        return
+    yield "### Kernels of one step by kind, in milliseconds (number of kernels)"
+    yield ""
+    kinds = dict.fromkeys(kind for _, found in traced for kind in found)
+    cells = [
+        [
+            each.step.removeprefix("speed "),
+            each.side,
+            *(f"{found[kind][0]:.1f} ({found[kind][1]})" if kind in found else "" for kind in kinds),
+        ]
+        for each, found in traced
+    ]
+    yield from _table(["step", "side", *kinds], cells)
 
 
 def _goals(timings: Sequence[Timed]) -> Iterator[str]:
@@ -286,7 +313,7 @@ def draw(timings: Sequence[Timed], path: Path) -> bool:
     colours = ["tab:blue" if each.side.startswith("ours") else "tab:orange" for each in timings]
     bars = axes.barh(range(len(timings)), speeds, color=colours)
     axes.bar_label(bars, [f"{each.share:.0%}" if each.share is not None else "" for each in timings], padding=3)
-    axes.set_yticks(range(len(timings)), [f"{each.step.partition(',')[0]}: {each.side}" for each in timings])
+    axes.set_yticks(range(len(timings)), [f"{each.step}: {each.side}" for each in timings])
     axes.invert_yaxis()
     axes.set(xlabel="tokens per second; at the bar, the share of the LoRA roofline")
     axes.margins(x=0.12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -28,7 +28,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, compile, loss_parallel": {"compile": True, "loss_parallel": True},
     "ours, compile, base whole": {"compile": True, "shard_base": False},
 }
-"""Our sides, with their options of `ParallelConfig`."""
+"""The sides of `steps.OURS`, with their options of `ParallelConfig`."""
 
 
 def bare(shape: Shape, layers: int, device: str) -> nn.Module:
@@ -66,37 +66,47 @@ def adapted(base: nn.Module, r: int) -> nn.Module:
 
 
 def sides(
-    base: Callable[[], nn.Module], mesh: str, peer: str | None, r: int, device: str, backend: str
+    base: Callable[[], nn.Module],
+    mesh: str,
+    ours: Sequence[str],
+    peers: Sequence[str],
+    r: int,
+    device: str,
+    backend: str,
+    autocast: bool,
 ) -> Iterator[tuple[str, Side | str]]:
-    """Yield the sides by name; in the place of one that the library refuses, what the refusal says.
+    """Yield the sides by name; in the place of one that is refused, not installed or broken, the reason.
 
     Args:
         base: Gives each side its base.
         mesh: dp_shard x tp.
-        peer: One of `steps.PEERS`, or the peer of `benchmarks.peers` on this mesh, or None.
+        ours: Of `OURS`.
+        peers: Of `steps.PEERS`, or the peer of `benchmarks.peers` on this mesh.
         r: Of the adapters.
         device: Its type.
-        backend: Of `torch.compile`, for the peer.
-
-    Raises:
-        NotInstalled: The peer's package cannot be imported.
+        backend: Of `torch.compile`, for the peers.
+        autocast: Run forwards under `torch.autocast` in bfloat16.
     """
-    if peer is not None and peer in _PREPARED:
-        _PREPARED[peer]()  # nothing is measured without the peer
-    for name, options in OURS.items():
+    for name in ours:
+        options = OURS[name]
         if "shard_base" in options and parse_mesh(mesh)["dp_shard"] == 1:
             continue
         try:
             where, config = place(mesh, device, options)
         except NotSupported as refusal:
-            yield name, str(refusal)
+            yield name, f"not supported: {refusal}"
             continue
-        yield name, _side(parallelize(adapted(base(), r), where, config), clip_grad_norm_, device)
-    if peer is not None:
-        yield peer, _side(_peer(peer, mesh, base(), r, device, backend), clip_by_mesh, device)
+        yield name, _side(parallelize(adapted(base(), r), where, config), clip_grad_norm_, device, autocast)
+    for name in peers:
+        try:
+            yield name, _side(_peer(name, mesh, base(), r, device, backend), clip_by_mesh, device, autocast)
+        except NotInstalled as missing:
+            yield name, f"not installed: {missing}"
 
 
-def _side(model: nn.Module, clip: Callable[[list[nn.Parameter], float], Tensor], device: str) -> Side:
+def _side(model: nn.Module, clip: Callable[[list[nn.Parameter], float], Tensor], device: str, autocast: bool) -> Side:
+    if autocast:  # as Accelerate has it: of the forward alone
+        model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
     groups: Any = [{"params": each} for each in group_by_mesh([p for p in model.parameters() if p.requires_grad])]
     return Side(model, torch.optim.AdamW(groups, lr=1e-4, fused=device == "cuda"), clip, device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from sides import Side
 from torch import Tensor, nn
 
 from benchmarks.gpu.sides import bare, sides, twin
-from benchmarks.gpu.steps import world_size_of
+from benchmarks.gpu.steps import PEERS, world_size_of
 from benchmarks.gpu.trace import kernels_of
 from tests.oracle import parse_mesh
 
@@ -42,7 +42,10 @@ def matmul_rate(device: str, size: int) -> dict[str, Any]:
 def speed(
     device: str,
     mesh: str,
-    peer: str | None,
+    peers: Sequence[str],
+    ours: Sequence[str],
+    autocast: bool,
+    rows: int,
     shape: dict[str, int],
     layers: int,
     rounds: int,
@@ -61,13 +64,19 @@ def speed(
     refused: dict[str, str] = {}
     held: dict[str, int] = {}
     shared = marked = _allocated(device)
-    for name, side in sides(base, mesh, peer, shape["r"], device, backend):
+    tokens = _tokens(mesh, shape, rows, device)
+    for name, side in sides(base, mesh, ours, peers, shape["r"], device, backend, autocast):
         if isinstance(side, str):
             refused[name] = side
             continue
+        try:
+            agreed = _first_step(side, tokens)
+        except Exception as error:
+            if name not in PEERS or isinstance(error, torch.OutOfMemoryError):
+                raise
+            refused[name] = f"failed: {type(error).__name__}: {error}"  # a peer that breaks takes no other side along
+            continue
         found[name] = side
-        tokens = _tokens(mesh, shape, device)
-        agreed = _first_step(side, tokens)
         if name == next(iter(found)):
             expected = agreed
         _check_equal_work(name, agreed, expected)
@@ -100,8 +109,9 @@ def speed(
             for name in found
         },
         "refused": refused,
-        "tokens": shape["sequence"] * world_size_of(mesh) // parse_mesh(mesh)["tp"],
+        "tokens": rows * shape["sequence"] * world_size_of(mesh) // parse_mesh(mesh)["tp"],
         "linear weights": linear,
+        "llama flops": llama_flops(shape, layers, next(iter(found.values())).model),
         "world size": world_size_of(mesh),
         "layers": layers,
         "of layers": shape["layers"],
@@ -114,11 +124,26 @@ def _linear_weights(model: nn.Module) -> int:
     return sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
 
 
-def _tokens(mesh: str, shape: dict[str, int], device: str) -> Tensor:
-    """One row for each data-parallel rank; tp peers have the same."""
+def llama_flops(shape: Mapping[str, int], layers: int, model: nn.Module) -> float:
+    """Return the FLOPs of a token as NeMo Automodel counts those of a Llama with LoRA, with which it is compared.
+
+    The count of a full fine-tune, of which attention is the causal half and its backward counts as its forward, times
+    (2 + trained / frozen) / 3 (`nemo_automodel`, `llama2_flops`). A Llama-3-8B with rows of 4096: 32.25e9.
+    """
+    width = shape["hidden"]
+    of_a_layer = 12 + 12 * shape["kv_heads"] / shape["heads"] + 18 * shape["intermediate"] / width
+    full = width**2 * (layers * (of_a_layer + 6 * shape["sequence"] / width) + 6 * shape["vocabulary"] / width)
+    sizes = {
+        trains: sum(p.numel() for p in model.parameters() if p.requires_grad is trains) for trains in (True, False)
+    }
+    return full * (2 + sizes[True] / sizes[False]) / 3
+
+
+def _tokens(mesh: str, shape: dict[str, int], rows: int, device: str) -> Tensor:
+    """The rows of each data-parallel rank; tp peers have the same."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(rank // parse_mesh(mesh)["tp"])
-    return torch.randint(shape["vocabulary"], (1, shape["sequence"]), generator=generator).to(device)
+    return torch.randint(shape["vocabulary"], (rows, shape["sequence"]), generator=generator).to(device)
 
 
 def _first_step(side: Side, tokens: Tensor) -> dict[str, float]:

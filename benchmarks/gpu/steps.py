@@ -38,6 +38,7 @@ TINY = {
     "sequence": 64,
     "r": 8,
 }
+OURS = ("ours", "ours, compile", "ours, compile, loss_parallel", "ours, compile, base whole")
 PEERS = ("PEFT", "PEFT + torch.compile", "Liger", "Unsloth's fused LoRA")
 
 
@@ -73,18 +74,19 @@ def steps(device: str, gpus: int, quick: bool) -> list[Step]:
     chosen = ["1x1"] if gpus == 1 else ([last] if quick else ["1x1", last])
     planned = [
         _alone("bf16 matmul rate", "speed:matmul_rate", kind="rate", size=8192 if device == "cuda" else 256),
+        _speed(device, "1x1", PEERS, quick),
         _alone("LoRA dropout", "device_checks:dropout", size=4096 if device == "cuda" else 256),
         _check("demo", "checks:demo", gpus=gpus, max_steps=20 if device == "cuda" else 4),
         *_oracle(meshes[:1], PRECISIONS),
         _check("host waits 1x1", "device_checks:waits", mesh="1x1"),
-        _speed(device, "1x1", PEERS[0], quick),
+        _speed(device, "1x1", PEERS[:2], quick, ours=OURS[:2], autocast=True),
+        _speed(device, "1x1", PEERS[:2], quick, ours=OURS[:2], rows=2),
         *(_on_one_gpu() if shared else [_check(f"host waits {last}", "device_checks:waits", mesh=last)]),
         *_features(chosen),
         *(each for mesh in chosen for each in _rest(mesh)),
-        *(_speed(device, "1x1", peer, quick) for peer in PEERS[1:]),
         *_oracle(meshes[1:], PRECISIONS),
         *(
-            _speed(device, mesh, _peer_on(mesh), quick)
+            _speed(device, mesh, _peers_on(mesh), quick)
             for mesh in meshes[1:]
             if not quick or mesh in ("2x1", "1x2", last)
         ),
@@ -168,19 +170,30 @@ def _on_one_gpu() -> list[Step]:
     return [replace(step, name=f"{step.name}, ranks share a GPU") for step in steps]
 
 
-def _peer_on(mesh: str) -> str | None:
+def _peers_on(mesh: str) -> tuple[str, ...]:
     """What people write by hand for a mesh, where there is such a thing."""
     sizes = [int(size) for size in mesh.split("x")]
     if len(sizes) == 2 and 1 in sizes:
-        return "fully_shard by hand" if sizes[1] == 1 else "separate stock styles"
-    return None
+        return ("fully_shard by hand" if sizes[1] == 1 else "separate stock styles",)
+    return ()
 
 
-def _speed(device: str, mesh: str, peer: str | None, quick: bool) -> Step:
+def _speed(
+    device: str,
+    mesh: str,
+    peers: tuple[str, ...],
+    quick: bool,
+    ours: tuple[str, ...] = OURS,
+    autocast: bool = False,
+    rows: int = 1,
+) -> Step:
     shape = LLAMA_8B if device == "cuda" else TINY
     options = {
         "mesh": mesh,
-        "peer": peer,
+        "peers": peers,
+        "ours": ours,
+        "autocast": autocast,
+        "rows": rows,
         "shape": shape,
         "layers": shape["layers"],
         "rounds": 5 if quick else 20,
@@ -188,5 +201,5 @@ def _speed(device: str, mesh: str, peer: str | None, quick: bool) -> Step:
         "backend": "inductor" if device == "cuda" else "aot_eager",
     }
     fewer = tuple({"layers": layers} for layers in (24, 16, 8, 4, 2) if layers < shape["layers"])
-    name = f"speed {mesh}" + (f", {peer}" if peer else "")
+    name = f"speed {mesh}" + (", autocast" if autocast else "") + (f", {rows} rows" if rows > 1 else "")
     return Step(name, "speed", "benchmarks.gpu.speed:speed", options, world_size_of(mesh), alone=True, fallbacks=fewer)

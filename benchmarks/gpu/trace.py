@@ -12,9 +12,21 @@ import torch
 
 Interval = tuple[float, float]
 
+KINDS: dict[str, tuple[str, ...]] = {
+    "communication": ("nccl",),
+    "attention": ("flash", "fmha", "sdpa", "attention"),
+    "products of matrices": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "xmma"),
+    "Triton": ("triton",),
+    "optimizer, clipping": ("multi_tensor_apply", "adam", "foreach"),
+    "copies, casts": ("copy",),
+    "reductions": ("reduce", "softmax", "norm"),
+    "elementwise": ("elementwise",),
+}
+"""Kinds of kernels, by what their names have in them, in lower case; a kernel is of the first kind that fits."""
 
-def kernels_of(step: Callable[[], Any]) -> dict[str, float] | None:
-    """Run a step under the profiler; return milliseconds of kernels, of NCCL's and of NCCL's alone; None without a GPU.
+
+def kernels_of(step: Callable[[], Any]) -> dict[str, Any] | None:
+    """Run a step under the profiler; return what `exposed` and `by_kind` find; None without a GPU.
 
     The trace is read as it is exported: its category "kernel" has no annotations in it, which cover other kernels.
     """
@@ -27,7 +39,25 @@ def kernels_of(step: Callable[[], Any]) -> dict[str, float] | None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        return exposed(json.loads(path.read_text())["traceEvents"])
+        events = json.loads(path.read_text())["traceEvents"]
+    return {**exposed(events), "kinds": by_kind(events)}
+
+
+def by_kind(events: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return milliseconds and number of the kernels of each kind that is there.
+
+    Args:
+        events: Of a Chrome trace: "dur" is in microseconds.
+    """
+    found: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            name = event["name"].lower()
+            kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+            each = found.setdefault(kind, [0.0, 0])
+            each[0] += float(event["dur"]) / 1e3
+            each[1] += 1
+    return found
 
 
 def exposed(events: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import ranks, run
@@ -20,8 +23,9 @@ from benchmarks.gpu.outcomes import violations
 from benchmarks.gpu.page import MARK, write_page
 from benchmarks.gpu.records import ROOT, Record, Records, code_identity
 from benchmarks.gpu.run import run_all
-from benchmarks.gpu.steps import Step, meshes_for, steps, world_size_of
-from benchmarks.gpu.trace import exposed, length
+from benchmarks.gpu.speed import llama_flops
+from benchmarks.gpu.steps import LLAMA_8B, Step, meshes_for, steps, world_size_of
+from benchmarks.gpu.trace import by_kind, exposed, length
 from benchmarks.gpu.training import PRECISIONS, adapted, cast, judged, llama, train
 
 DOCS = ROOT / "docs" / "gpu.md"
@@ -189,7 +193,7 @@ def test_a_part_of_the_steps(tmp_path, monkeypatch, capsys):
         "bf16*",
         "oracle 1x2 bf16",
         "tenants*bf16",
-        "speed 1x1, PEFT",
+        "speed 1x1",
     ]
     assert run_script(monkeypatch, tmp_path, "--minutes", "50", *chosen) == 0
     assert "4 steps, 0 went wrong, 0 not run" in capsys.readouterr().out
@@ -200,6 +204,8 @@ def test_a_part_of_the_steps(tmp_path, monkeypatch, capsys):
         "| demo | not run |",
         "| ours |",
         "| PEFT |",
+        "| PEFT + torch.compile |",
+        "- Liger: not installed",
     ):
         assert told in page
     assert (tmp_path / "gpu.png").exists()
@@ -285,20 +291,74 @@ def test_exposed_communication_is_that_beside_no_other_kernel():
     assert length([]) == 0
 
 
+def test_kernels_are_told_apart_by_their_names():
+    """Names from traces of an H100 and an H200."""
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "products of matrices",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>": "products of matrices",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass>": "attention",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>": "copies, casts",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
+        "void at::native::reduce_kernel<512, 1, at::native::MeanOps>": "reductions",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer, clipping",
+        "triton_red_fused__to_copy_add_mul_2": "Triton",
+        "ncclDevKernel_AllGather_RING_LL": "communication",
+        "something_else": "other",
+    }
+    for name, kind in names.items():
+        assert by_kind([{"name": name, "ts": 0, "dur": 500, "cat": "kernel"}]) == {kind: [0.5, 1]}
+    assert by_kind([{"name": "gemm", "ts": 0, "dur": 500, "cat": "cpu_op"}]) == {}
+
+
+def test_flops_are_counted_as_by_the_peer():
+    with torch.device("meta"):
+        model = nn.ParameterList([nn.Parameter(torch.empty(8_030_261_248), requires_grad=False)])
+        model.append(nn.Parameter(torch.empty(41_943_040)))
+    assert llama_flops(LLAMA_8B, 32, model) / 1e9 == pytest.approx(32.25, abs=0.01)
+
+
+def test_packages_that_are_too_old_are_named():
+    found = {"torch": "2.11.0+cu130", "peft": "0.19.9", "transformers": "99"}
+    told = script.lacking(found)
+    assert "peft >= 0.20.0 is needed, and 0.19.9 is installed." in told
+    assert "liger-kernel is not installed: what needs it is reported so." in told
+    assert not any(line.split()[0] == "torch" or "transformers" in line for line in told)
+
+
+def test_wheels_of_a_folder_go_first(tmp_path, monkeypatch):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(SystemExit, match=r"none: there is no \*.whl in this folder"):
+        script.use_wheels(tmp_path / "none", tmp_path / "packages")
+    wheel = tmp_path / "liger_kernel-99.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = "liger_kernel-99.0.dist-info"
+        archive.writestr("liger_kernel/__init__.py", "")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 99.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    script.use_wheels(tmp_path, tmp_path / "packages")
+    assert script.describe("cpu")[0]["liger-kernel"] == "99.0"
+    assert os.environ["PYTHONPATH"] == f"{tmp_path / 'packages'}{os.pathsep}elsewhere"
+
+
 def test_the_results_replace_what_follows_the_mark(tmp_path):
     page = tmp_path / "docs" / "gpu.md"
     page.parent.mkdir()
     page.write_text(f"# Before\n\n{MARK}\nold\n")
     rate = Step("rate", "rate", "")
-    speed = Step("speed 1x1, PEFT", "speed", "")
+    speed = Step("speed 1x1", "speed", "")
+    kernels = {"exposed": 0.0, "communication": 0.0, "kinds": {"attention": [1.25, 3]}}
     figures = {
         "sides": {
             "ours": {"seconds": [[0.1, 0.2]] * 3, "peak bytes": 2**30, "kernels": None},
-            "PEFT": {"seconds": [[0.1, 0.3]] * 3, "peak bytes": 2**31, "kernels": None},
+            "PEFT": {"seconds": [[0.1, 0.3]] * 3, "peak bytes": 2**31, "kernels": kernels},
         },
-        "refused": {"ours, compile": "not | yet"},
+        "refused": {"ours, compile": "not supported: not | yet"},
         "tokens": 1000,
         "linear weights": 10**6,
+        "llama flops": 2e9,
         "world size": 1,
         "layers": 2,
         "of layers": 32,
@@ -310,10 +370,11 @@ def test_the_results_replace_what_follows_the_mark(tmp_path):
     assert text.startswith("# Before\n")
     assert "old" not in text
     # 4 FLOPs x 1e6 weights x 1000 tokens in 0.2 s are half of 0.04 TFLOP/s.
-    assert "| 1x1 | ours | 2 of 32, 1000 | 200.0 (200.0 to 200.0) | 5,000 | 50.0% | 1.00 | 1.0 |" in text
-    assert "| 1x1 | PEFT | 2 of 32, 1000 | 300.0 (300.0 to 300.0) | 3,333 | 33.3% | 1.50 | 2.0 |" in text
+    assert "| 1x1 | ours | 2 of 32, 1000 | 200.0 (200.0 to 200.0) | 5,000 | 50.0% | 10 | 1.00 | 1.0 |" in text
+    assert "| 1x1 | PEFT | 2 of 32, 1000 | 300.0 (300.0 to 300.0) | 3,333 | 33.3% | 7 | 1.50 | 2.0 |" in text
     assert "| speed to plain PEFT's (ours) | >= 1.3 | 1.50 |" in text
     assert "- ours, compile: not supported: not &#124; yet" in text
+    assert "| 1x1 | PEFT | 1.2 (3) |" in text
     json.dumps(figures)
     pytest.importorskip("matplotlib")
     assert (tmp_path / "docs" / "assets" / "gpu.png").exists()
