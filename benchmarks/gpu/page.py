@@ -231,7 +231,7 @@ def _timed_cells(each: Timed) -> list[str]:
         f"{1e3 * each.median:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})",
         f"{each.tokens / each.median:,.0f}",
         f"{each.share:.1%}" if each.share is not None else "",
-        f"{each.llama_flops / each.median / 1e12:.0f}",
+        f"{each.llama_flops / each.median / 1e12:.3g}",
         f"{each.to_ours:.2f}",
         f"{each.peak / 2**30:.1f}" if each.peak is not None else "",
         f"{kernels['exposed']:.1f} of {kernels['communication']:.1f} ms" if kernels else "",

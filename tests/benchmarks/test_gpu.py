@@ -371,7 +371,7 @@ def test_the_results_replace_what_follows_the_mark(tmp_path):
     assert "old" not in text
     # 4 FLOPs x 1e6 weights x 1000 tokens in 0.2 s are half of 0.04 TFLOP/s.
     assert "| 1x1 | ours | 2 of 32, 1000 | 200.0 (200.0 to 200.0) | 5,000 | 50.0% | 10 | 1.00 | 1.0 |" in text
-    assert "| 1x1 | PEFT | 2 of 32, 1000 | 300.0 (300.0 to 300.0) | 3,333 | 33.3% | 7 | 1.50 | 2.0 |" in text
+    assert "| 1x1 | PEFT | 2 of 32, 1000 | 300.0 (300.0 to 300.0) | 3,333 | 33.3% | 6.67 | 1.50 | 2.0 |" in text
     assert "| speed to plain PEFT's (ours) | >= 1.3 | 1.50 |" in text
     assert "- ours, compile: not supported: not &#124; yet" in text
     assert "| 1x1 | PEFT | 1.2 (3) |" in text
