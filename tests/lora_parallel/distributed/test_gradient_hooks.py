@@ -227,7 +227,7 @@ def test_other_ways_to_a_gradient_are_right_or_refused(pool, mesh):
 
 
 def with_a_graph():
-    model, loss = built("1x2")
+    model, loss = built("1x2", fused=False)  # a fused layer raises an error of its own
     failure = attempt(loss(model).backward, create_graph=True)
     model.zero_grad()
     loss(model).backward()
@@ -236,7 +236,7 @@ def with_a_graph():
 
 def test_gradients_have_no_graph_and_say_so(pool):
     for failure, after in pool.run(2, with_a_graph):
-        assert "Leave create_graph out" in failure.message
+        assert "have no graph" in failure.message
         assert relative_error(after, one_process(0)) <= 1e-12
 
 
