@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
-from lora_parallel.distributed.torch_private import has_hooks, unsafe_view
+from lora_parallel.distributed.torch_private import has_global_hooks, has_hooks, in_function_transform, unsafe_view
 from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.layers.linear_classes import QuantisedLayer, features_dim
 from lora_parallel.layers.wrapped_forward import wrap_forward
@@ -69,16 +69,17 @@ class FusedLoRA(torch.autograd.Function):
             ctx.mark_dirty(y)
         fed, weight = tensors[:2]
         ctx.how = how
-        ctx.save_for_backward(x if fed is None else fed, weight, *factors, h)
+        needs_A = ctx.needs_input_grad[6]
+        ctx.save_for_backward((x if fed is None else fed) if needs_A else None, weight, *factors, h)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _, needs_y, needs_x, needs_fed, _, needs_bias, needs_A, needs_B, needs_addend = ctx.needs_input_grad
         saved, weight, lora_A, lora_B, h = ctx.saved_tensors
-        shape, fed = saved.shape, saved.reshape(-1, saved.shape[-1])  # [tokens, in]
         scaling, is_split = ctx.how
         dy = grads[0].reshape(-1, grads[0].shape[-1])  # [tokens, out]
+        shape = *grads[0].shape[:-1], lora_A.shape[-1]  # [..., in]
         dx = dy @ _in_dtype(weight, dy.dtype) if needs_x and weight is not None else None  # [tokens, in]
         # What is dropped has the branch's gradient by itself: its mask is to come. Without, the base's gets it added.
         into = None if needs_fed else dx
@@ -86,15 +87,15 @@ class FusedLoRA(torch.autograd.Function):
         if is_split:
             u = _split(_sum_parts(_wide(_middle(lora_B), dy.t())).mul_(scaling), _OF_ACTIVATIONS)  # [6 r, tokens]
             if needs_x or needs_fed:
-                into = fed.new_zeros(fed.shape) if into is None else into
+                into = dy.new_zeros(dy.shape[0], shape[-1]) if into is None else into
                 branch = _add_product(into, u.t(), lora_A, 1)
-            dA = _sum_parts(_wide(_first(u), fed)) if needs_A else None  # [r, in]
+            dA = _sum_parts(_wide(_first(u), saved.reshape(-1, shape[-1]))) if needs_A else None  # [r, in]
             dB = _sum_parts(_wide(_first(h), dy)) if needs_B else None  # [r, out]
         else:
             u = (lora_B.t() @ dy.t()).mul_(scaling)  # [r, tokens]
             if needs_x or needs_fed:
                 branch = u.t() @ lora_A if into is None else into.addmm_(u.t(), lora_A)
-            dA = u @ fed if needs_A else None
+            dA = u @ saved.reshape(-1, shape[-1]) if needs_A else None
             dB = h @ dy if needs_B else None
         dx, dfed = (dx, branch) if needs_fed else (branch, None)
         return (
@@ -111,7 +112,10 @@ class FusedLoRA(torch.autograd.Function):
 
 
 class _Eager(FusedLoRA):
-    """Refuse derivatives of the gradient, which would take h for a constant; a compiled block has none of its own."""
+    """Refuse derivatives of the gradient, which would take h for a constant; a compiled block has none of its own.
+
+    Leave autocast, in which `backward` may be called: gradients are computed in the dtypes of the forward.
+    """
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -119,7 +123,11 @@ class _Eager(FusedLoRA):
             raise RuntimeError(
                 f"create_graph=True asks for a derivative of the gradient, {_OTHERWISE} Leave create_graph out."
             )
-        return FusedLoRA.backward(ctx, *grads)
+        device = grads[0].device.type
+        if grads[0].is_meta or not torch.is_autocast_enabled(device):  # there is no autocast on meta
+            return FusedLoRA.backward(ctx, *grads)
+        with torch.autocast(device, enabled=False):
+            return FusedLoRA.backward(ctx, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -145,7 +153,7 @@ def _forward(
         assert y is not None
         flat = y.view(-1, y.shape[-1])  # [tokens, out]
     else:
-        flat = nn.functional.linear(x2, _in_dtype(weight, x.dtype), bias)
+        flat = _product(x2, _in_dtype(weight, x.dtype).t(), bias)
         y = unsafe_view(flat, (*x.shape[:-1], flat.shape[-1]))
     if is_split:
         factors = _split(lora_A, _OF_FACTORS), _split(lora_B.t(), _OF_FACTORS)  # [6 r, in], [6 r, out]
@@ -158,6 +166,14 @@ def _forward(
         left, right = _with_addend(h, lora_B.t(), addend)
         flat.addmm_(left.t(), right, alpha=scaling)
     return y, factors, h
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `a b + bias` in memory that may be changed in place."""
+    # Selective recomputation keeps what `mm` and `addmm` return, to give it in the place of a second product. What is
+    # written into memory that was there before it leaves alone.
+    into = a.new_empty(a.shape[0], b.shape[1])
+    return torch.mm(a, b, out=into) if bias is None else torch.addmm(bias, a, b, out=into)
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,7 +224,7 @@ def _middle(parts: Tensor) -> Tensor:
 
 def _sum_parts(product: Tensor) -> Tensor:
     """Sum the products with three parts that stand below one another, [3 r, n]: [r, n]."""
-    return product.unflatten(0, (3, -1)).sum(0)
+    return product.view(3, product.shape[0] // 3, product.shape[1]).sum(0)
 
 
 def _wide(a: Tensor, b: Tensor) -> Tensor:
@@ -254,21 +270,22 @@ def why_not_fused(layer: LoraLayer) -> str | None:
         return "DoRA" if kind is DoraLinearVariant else kind.__name__
     if type(base).forward not in _FORWARDS or "forward" in base.__dict__:
         return f"a base of class {type(base).__name__}, with a forward of its own"
-    dtypes = {parameter.dtype for parameter in layer.parameters()}
-    if torch.float16 in dtypes:
-        return "float16"
+    for parameter in layer.parameters():
+        if parameter.dtype is torch.float16:
+            return "float16"
+        if type(parameter).__torch_function__ is not nn.Parameter.__torch_function__:
+            return f"a weight of class {type(parameter).__name__}"
     return None
 
 
 def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a call of a LoRA layer in one function, if it is PEFT's plain sum; else by PEFT's forward."""
-    call = _call(layer) if len(args) == 1 and not kwargs else None
+    call = _call(layer) if len(args) == 1 and not kwargs and _is_usual(args[0]) else None
     if call is None:
         return compute(*args, **kwargs)
     (x,) = args
     base, weight, lora_A, lora_B, addend, dropout, scaling = call
-    gradients = torch.is_grad_enabled()
-    if not gradients and dropout is None and x.dim() > 2 and x.shape[-2] == 1:
+    if not torch.is_grad_enabled() and dropout is None and x.dim() > 2 and x.shape[-2] == 1:
         # What `generate` computes, again and again: a sum of the output's size costs less than a split of A and B.
         h = nn.functional.linear(_in_dtype(x, lora_A.dtype), lora_A)
         return base(x).add_(nn.functional.linear(h, lora_B, addend), alpha=scaling)
@@ -292,17 +309,22 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
         addend = None if addend is None else _in_dtype(addend, dtype)
     bias = None if bias is None else _in_dtype(bias, dtype)
     how = scaling, is_split
-    if not gradients:
-        return _forward(how, y, x, fed, weight, bias, lora_A, lora_B, addend)[0]
     function = FusedLoRA if torch.compiler.is_compiling() else _Eager
     return function.apply(how, y, x, fed, weight, bias, lora_A, lora_B, addend)
+
+
+def _is_usual(x: Tensor) -> bool:
+    """Return False for an input, or inside of a transform, that an autograd function does not take or cannot keep."""
+    if torch.compiler.is_compiling():
+        return True
+    return not (in_function_transform() or x.is_nested or (x.is_inference() and torch.is_grad_enabled()))
 
 
 def _call(layer: Any) -> Call | None:
     """Return what a call is computed with, or None if PEFT's forward is to compute it."""
     if layer.disable_adapters or layer.merged_adapters or layer.lora_variant:
         return None
-    if type(layer).forward is not layer.__dict__[_PEFT]:
+    if type(layer).forward is not layer.__dict__[_PEFT] or has_global_hooks():
         return None
     children = layer._modules  # each attribute that is a module or a parameter takes `nn.Module` ten times as long
     modules_A = children["lora_A"]._modules
@@ -314,6 +336,8 @@ def _call(layer: Any) -> Call | None:
     dropout: Any = children["lora_dropout"]._modules[name]
     scaling = layer.scaling[name]
     if not _is_plain(lora_A) or not _is_plain(lora_B) or _is_changed(dropout) or not isinstance(scaling, (int, float)):
+        return None
+    if scaling == 0 or has_hooks(base):
         return None
     weight = None
     if not isinstance(base, QuantisedLayer):

@@ -70,6 +70,16 @@ def has_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def has_global_hooks() -> bool:
+    """Return True if calls of all modules run hooks; torch has no public way to ask."""
+    return torch.nn.modules.module._has_any_global_hook()
+
+
+def in_function_transform() -> bool:
+    """Return True inside of `torch.func.grad`, `vmap` and their like; torch has no public way to ask."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def unsafe_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Return `tensor` in another shape, as no view; nothing may use `tensor` itself after that."""
     # Autograd lets nobody change a view in place that an autograd function has returned.

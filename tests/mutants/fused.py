@@ -55,6 +55,24 @@ BREAKAGES = [
             'return "forward" in module.__dict__',
         ),
         (
+            "A hook of all modules is not called for the parts of a LoRA layer.",
+            f"{FUSED}::test_hooks_of_all_modules_are_called",
+            "or has_global_hooks():",
+            "or False:",
+        ),
+        (
+            "The branch is added into what a hook of a quantised base has kept.",
+            f"{FUSED}::test_a_hook_of_a_quantised_base_keeps_what_the_base_computes",
+            "if scaling == 0 or has_hooks(base):",
+            "if scaling == 0:",
+        ),
+        (
+            "Selective recomputation adds the branch twice.",
+            f"{FUSED}::test_selective_recomputation_gives_back_a_product_without_its_branch",
+            "return torch.mm(a, b, out=into) if bias is None else torch.addmm(bias, a, b, out=into)",
+            "return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)",
+        ),
+        (
             "A bias that a property computes, or that is a buffer, is left out.",
             CHANGES,
             'return own["_parameters"][key] if key in own["_parameters"] else getattr(module, key)',

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils.parametrize import register_parametrization
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel import parallelize
@@ -436,6 +436,106 @@ def test_recomputed(calls, reentrant):
     assert relative_error(found, want) == 0
 
 
+@pytest.mark.parametrize("dtypes", [(F64, F64), (BF16, F32)])
+def test_selective_recomputation_gives_back_a_product_without_its_branch(calls, dtypes):
+    """The policy keeps each product of matrices, which must be what the product has returned."""
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, kept, allow_cache_entry_mutation=True)
+    plain, ours = adapted(*dtypes), fused(adapted(*dtypes))
+    found = []
+    for model in (plain, ours):
+        recomputed = copy.copy(model)
+        x = inputs(dtypes[0])
+        checkpoint(lambda x, m=recomputed: m(x).sigmoid(), x, use_reentrant=False, context_fn=contexts).sum().backward()
+        found.append({"x": x.grad, **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}})
+    assert len(calls) == 2
+    assert relative_error(found[1], found[0]) < (1e-12 if dtypes[0] is F64 else 1e-2)
+
+
+def test_hooks_of_all_modules_are_called(calls):
+    model = fused(adapted())
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    try:
+        model(inputs())
+    finally:
+        handle.remove()
+    assert not calls
+    assert seen.count(nn.Linear) == 3  # the base, lora_A and lora_B
+    model(inputs())
+    assert len(calls) == 1
+
+
+def test_a_hook_of_a_quantised_base_keeps_what_the_base_computes(calls):
+    plain = adapted()
+    layer_of(plain).base_layer.__class__ = Quantised
+    ours = fused(plain)
+    kept = []
+    for model in (plain, ours):
+        layer_of(model).base_layer.register_forward_hook(lambda module, args, output: kept.append(output))
+        model(inputs())
+    assert not calls
+    assert torch.equal(*kept)
+
+
+def test_transforms_of_functions_are_left_to_peft(calls):
+    plain, ours = adapted(), fused(adapted())
+    x = inputs().detach()
+    for transform in (lambda m: torch.func.grad(lambda x: m(x).square().sum())(x), lambda m: torch.vmap(m)(x)):
+        torch.testing.assert_close(transform(ours), transform(plain), rtol=1e-12, atol=1e-12)
+    name = "base_model.model.layer.lora_B.default.weight"
+    weight = dict(plain.named_parameters())[name].detach()
+    tangents = []
+    for model in (plain, ours):
+        with torch.no_grad():
+            called = partial(torch.func.functional_call, model)
+            tangents.append(torch.func.jvp(lambda w, f=called: f({name: w}, (x,)), (weight,), (weight,))[1])
+    assert not calls
+    assert tangents[0].norm() > 0
+    torch.testing.assert_close(tangents[1], tangents[0], rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_in_a_batch(calls):
+    for dtypes in ((F64, F64), (BF16, F32)):
+        found = []
+        for model in (adapted(*dtypes), fused(adapted(*dtypes))):
+            x = inputs(dtypes[0])
+            y = model(x)
+            batch = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
+            found.append({"x": torch.autograd.grad(y, x, batch, is_grads_batched=True)[0]})
+        assert relative_error(found[1], found[0]) < (1e-12 if dtypes[0] is F64 else 1e-2)
+    assert len(calls) == 2
+
+
+def test_backward_in_autocast_computes_in_the_dtypes_of_the_forward(calls):
+    model = fused(adapted(F32, F32))
+    want = step(model, inputs(F32))
+    model.zero_grad()
+    x = inputs(F32)
+    y = model(x)
+    generator = torch.Generator().manual_seed(2)
+    gradient = torch.randn(y.shape, generator=generator, dtype=F64).to(BF16).to(y.dtype)
+    with torch.autocast("cpu", dtype=BF16):
+        y.backward(gradient)
+    assert torch.equal(x.grad, want["x"])
+    assert len(calls) == 2
+
+
+def test_an_input_is_kept_only_for_the_gradient_of_A(calls):
+    model = fused(adapted()).requires_grad_(False)
+    x = inputs()
+    changed = x * 1
+    y = model(changed)
+    changed.mul_(2)
+    y.sum().backward()
+    assert x.grad is not None
+    with torch.inference_mode():
+        encoded = inputs(BF16) * 1
+    model = fused(adapted(BF16, F32))
+    model(encoded).sum().backward()  # PEFT keeps a copy in float32
+    assert len(calls) == 1
+
+
 def test_one_token_splits_no_factors(calls):
     model = fused(adapted(BF16, F32))
     with torch.no_grad():
@@ -474,8 +574,14 @@ class OwnLinear(nn.Linear):
         return super().forward(x).tanh()
 
 
+class OwnWeight(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def test_set_up_says_what_is_not_fused():
-    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("plain", "variant", "narrow", "placed")})
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("plain", "variant", "narrow", "placed", "weighted")})
     model["own"], model["words"] = OwnLinear(8, 8), nn.Embedding(8, 8)
     model["narrow"].half()
     names = [*model]
@@ -483,6 +589,8 @@ def test_set_up_says_what_is_not_fused():
     peft_model.add_adapter("dora", LoraConfig(r=2, target_modules=["variant"], use_dora=True))
     placed = peft_model.base_model.model["placed"]
     placed.forward = placed.forward
+    base = peft_model.base_model.model["weighted"].base_layer
+    base.weight = nn.Parameter(base.weight.data.as_subclass(OwnWeight), requires_grad=False)
     fuse(peft_model)
     number, reasons = count_fused(peft_model)
     assert number == 1
@@ -492,6 +600,7 @@ def test_set_up_says_what_is_not_fused():
         "a forward of its own": 1,
         "a base of class OwnLinear, with a forward of its own": 1,
         "a layer of class Embedding": 1,
+        "a weight of class OwnWeight": 1,
     }
 
 
