@@ -21,7 +21,7 @@ def serve(rendezvous: str, arguments: dict[str, Any]) -> None:
         case = CASES[arguments["case"]]
         device = join(case, arguments["rank"], rendezvous, arguments["threads"])
         model = build_model(arguments["hidden"], arguments["layers"])
-        side = build_ours(model.to(device), case, device, arguments["adamw"])
+        side = build_ours(model.to(device), case, device, arguments["adamw"], arguments["compiled"])
         tokens = draw_batch(case, arguments["hidden"], arguments["batch"], arguments["sequence"], device)
         for line in sys.stdin:
             found = getattr(side, line.strip())(tokens)

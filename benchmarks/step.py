@@ -134,8 +134,11 @@ def measure(case_name: str, hidden: int, device: str, options: Options, scratch:
         shared = {name: getattr(options, name) for name in ("layers", "batch", "sequence", "threads", "adamw")}
         arguments = {"case": case_name, "hidden": hidden, "rank": dist.get_rank(), **shared}
         # Ours once more in such processes: those that hold many models step slower, by 3% at 2x2.
-        for name, package in ((ALONE, ROOT), (f"ours at {options.against}", Path(str(options.package)))):
-            builders[name] = partial(OtherCommit, package, f"{scratch}/{name}", arguments)
+        for compiled, alone in enumerate(ALONE[: 1 + options.compile]):
+            other = f"ours at {options.against}" + (", compiled" if compiled else "")
+            for name, package in ((alone, ROOT), (other, Path(str(options.package)))):
+                asked = {**arguments, "compiled": bool(compiled)}
+                builders[name] = partial(OtherCommit, package, f"{scratch}/{name}", asked)
 
     sides: dict[str, Any] = {}
     reference = (0.0, 0.0)
