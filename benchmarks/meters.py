@@ -204,7 +204,8 @@ class Kernels(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         if not func.is_view and name not in KERNEL_FREE:
             inputs = args[1:] if name in OVERWRITING else args
-            read = {id(tensor): tensor for tensor in _tensors((inputs, kwargs))}
+            named = {key: value for key, value in (kwargs or {}).items() if key != "out"}  # which is written
+            read = {id(tensor): tensor for tensor in _tensors((inputs, named))}
             self.count += 1
             self.bytes += sum(map(distinct_bytes, [*read.values(), *_tensors(result)]))
         return result
