@@ -6,8 +6,8 @@
     python -m benchmarks.gpu --device cpu --quick          # proves the script; writes to --output alone
 
 - Nothing is downloaded; models are made from configurations. Packages that are not installed, or older than the
-  oldest versions that are supported, are reported so. `--wheels FOLDER` installs the wheels in a folder for this
-  command alone, into `--output`: what the machine lacks, or newer than what it has.
+  oldest versions that are supported, are reported so. `--wheels FOLDER` installs the wheels of a folder into
+  `--output`, and this command imports them before what the machine has.
 - Each step runs in processes of its own, so that one that crashes, hangs or runs out of memory is one failed row.
 - What a step came to is kept at once in `--output`. A rerun with the same code, versions, device and options runs what
   has not settled; keep the folder to go on later.

@@ -15,20 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu.outcomes import NotInstalled, NotSupported
+from benchmarks.gpu.steps import OURS
 from benchmarks.gpu.training import place
 from lora_parallel import clip_grad_norm_, parallelize
 from tests.oracle import SEVEN, parse_mesh
 
 Shape = Mapping[str, int]
-
-
-OURS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "ours, compile": {"compile": True},
-    "ours, compile, loss_parallel": {"compile": True, "loss_parallel": True},
-    "ours, compile, base whole": {"compile": True, "shard_base": False},
-}
-"""The sides of `steps.OURS`, with their options of `ParallelConfig`."""
 
 
 def bare(shape: Shape, layers: int, device: str) -> nn.Module:
@@ -75,13 +67,13 @@ def sides(
     backend: str,
     autocast: bool,
 ) -> Iterator[tuple[str, Side | str]]:
-    """Yield the sides by name; in the place of one that is refused, not installed or broken, the reason.
+    """Yield the name of each side with the side, or with the reason why it is refused or not installed.
 
     Args:
         base: Gives each side its base.
         mesh: dp_shard x tp.
-        ours: Of `OURS`.
-        peers: Of `steps.PEERS`, or the peer of `benchmarks.peers` on this mesh.
+        ours: Names in `steps.OURS`.
+        peers: Names in `steps.PEERS`, or the peer of `benchmarks.peers` on this mesh.
         r: Of the adapters.
         device: Its type.
         backend: Of `torch.compile`, for the peers.

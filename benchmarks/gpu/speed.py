@@ -125,10 +125,10 @@ def _linear_weights(model: nn.Module) -> int:
 
 
 def llama_flops(shape: Mapping[str, int], layers: int, model: nn.Module) -> float:
-    """Return the FLOPs of a token as NeMo Automodel counts those of a Llama with LoRA, with which it is compared.
+    """Return the FLOPs of a token in a Llama with LoRA, as `llama2_flops` of NeMo Automodel counts them.
 
-    The count of a full fine-tune, of which attention is the causal half and its backward counts as its forward, times
-    (2 + trained / frozen) / 3 (`nemo_automodel`, `llama2_flops`). A Llama-3-8B with rows of 4096: 32.25e9.
+    The count of a full fine-tune has the head, and the causal half of attention. LoRA takes (2 + trained / frozen) / 3
+    of it. A token of Llama-3-8B with rows of 4096 tokens takes 32.25e9.
     """
     width = shape["hidden"]
     of_a_layer = 12 + 12 * shape["kv_heads"] / shape["heads"] + 18 * shape["intermediate"] / width

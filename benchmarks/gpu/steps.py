@@ -38,7 +38,14 @@ TINY = {
     "sequence": 64,
     "r": 8,
 }
-OURS = ("ours", "ours, compile", "ours, compile, loss_parallel", "ours, compile, base whole")
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, compile": {"compile": True},
+    "ours, compile, loss_parallel": {"compile": True, "loss_parallel": True},
+    "ours, compile, base whole": {"compile": True, "shard_base": False},
+}
+"""Our sides, with their options of `ParallelConfig`."""
+
 PEERS = ("PEFT", "PEFT + torch.compile", "Liger", "Unsloth's fused LoRA")
 
 
@@ -79,8 +86,8 @@ def steps(device: str, gpus: int, quick: bool) -> list[Step]:
         _check("demo", "checks:demo", gpus=gpus, max_steps=20 if device == "cuda" else 4),
         *_oracle(meshes[:1], PRECISIONS),
         _check("host waits 1x1", "device_checks:waits", mesh="1x1"),
-        _speed(device, "1x1", PEERS[:2], quick, ours=OURS[:2], autocast=True),
-        _speed(device, "1x1", PEERS[:2], quick, ours=OURS[:2], rows=2),
+        _speed(device, "1x1", PEERS[:2], quick, ours=("ours", "ours, compile"), autocast=True),
+        _speed(device, "1x1", PEERS[:2], quick, ours=("ours", "ours, compile"), rows=2),
         *(_on_one_gpu() if shared else [_check(f"host waits {last}", "device_checks:waits", mesh=last)]),
         *_features(chosen),
         *(each for mesh in chosen for each in _rest(mesh)),
@@ -183,7 +190,7 @@ def _speed(
     mesh: str,
     peers: tuple[str, ...],
     quick: bool,
-    ours: tuple[str, ...] = OURS,
+    ours: tuple[str, ...] = tuple(OURS),
     autocast: bool = False,
     rows: int = 1,
 ) -> Step:

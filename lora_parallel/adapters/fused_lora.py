@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,13 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
-from lora_parallel.distributed.torch_private import has_global_hooks, has_hooks, in_function_transform, unsafe_view
+from lora_parallel.distributed.torch_private import (
+    has_global_hooks,
+    has_hooks,
+    in_function_transform,
+    is_view,
+    unsafe_view,
+)
 from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.layers.linear_classes import QuantisedLayer, features_dim
 from lora_parallel.layers.wrapped_forward import wrap_forward
@@ -80,6 +86,7 @@ class FusedLoRA(torch.autograd.Function):
         scaling, is_split = ctx.how
         dy = grads[0].reshape(-1, grads[0].shape[-1])  # [tokens, out]
         shape = *grads[0].shape[:-1], lora_A.shape[-1]  # [..., in]
+        fed = saved.reshape(-1, shape[-1]) if needs_A else None  # [tokens, in]
         dx = dy @ _in_dtype(weight, dy.dtype) if needs_x and weight is not None else None  # [tokens, in]
         # What is dropped has the branch's gradient by itself: its mask is to come. Without, the base's gets it added.
         into = None if needs_fed else dx
@@ -89,13 +96,13 @@ class FusedLoRA(torch.autograd.Function):
             if needs_x or needs_fed:
                 into = dy.new_zeros(dy.shape[0], shape[-1]) if into is None else into
                 branch = _add_product(into, u.t(), lora_A, 1)
-            dA = _sum_parts(_wide(_first(u), saved.reshape(-1, shape[-1]))) if needs_A else None  # [r, in]
+            dA = None if fed is None else _sum_parts(_wide(_first(u), fed))  # [r, in]
             dB = _sum_parts(_wide(_first(h), dy)) if needs_B else None  # [r, out]
         else:
             u = (lora_B.t() @ dy.t()).mul_(scaling)  # [r, tokens]
             if needs_x or needs_fed:
                 branch = u.t() @ lora_A if into is None else into.addmm_(u.t(), lora_A)
-            dA = u @ saved.reshape(-1, shape[-1]) if needs_A else None
+            dA = None if fed is None else u @ fed
             dB = h @ dy if needs_B else None
         dx, dfed = (dx, branch) if needs_fed else (branch, None)
         return (
@@ -114,7 +121,7 @@ class FusedLoRA(torch.autograd.Function):
 class _Eager(FusedLoRA):
     """Refuse derivatives of the gradient, which would take h for a constant; a compiled block has none of its own.
 
-    Leave autocast, in which `backward` may be called: gradients are computed in the dtypes of the forward.
+    Compute gradients in the dtypes of the forward, even if `backward` is called under autocast.
     """
 
     @staticmethod
@@ -124,9 +131,7 @@ class _Eager(FusedLoRA):
                 f"create_graph=True asks for a derivative of the gradient, {_OTHERWISE} Leave create_graph out."
             )
         device = grads[0].device.type
-        if grads[0].is_meta or not torch.is_autocast_enabled(device):  # there is no autocast on meta
-            return FusedLoRA.backward(ctx, *grads)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False) if _in_autocast(grads[0]) else nullcontext():
             return FusedLoRA.backward(ctx, *grads)
 
     @staticmethod
@@ -170,8 +175,8 @@ def _forward(
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """Return `a b + bias` in memory that may be changed in place."""
-    # Selective recomputation keeps what `mm` and `addmm` return, to give it in the place of a second product. What is
-    # written into memory that was there before it leaves alone.
+    # Selective recomputation may keep the outputs of `mm` and `addmm` for its second forward. To change such an output
+    # in place would spoil the kept one. It does not keep what `mm.out` and `addmm.out` write.
     into = a.new_empty(a.shape[0], b.shape[1])
     return torch.mm(a, b, out=into) if bias is None else torch.addmm(bias, a, b, out=into)
 
@@ -280,7 +285,7 @@ def why_not_fused(layer: LoraLayer) -> str | None:
 
 def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a call of a LoRA layer in one function, if it is PEFT's plain sum; else by PEFT's forward."""
-    call = _call(layer) if len(args) == 1 and not kwargs and _is_usual(args[0]) else None
+    call = _call(layer) if len(args) == 1 and not kwargs and _can_be_fused(args[0]) else None
     if call is None:
         return compute(*args, **kwargs)
     (x,) = args
@@ -299,11 +304,14 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
         fed = dropout(x, is_scaled=False)
         scaling *= dropout.scale
         addend = None if addend is None else addend / dropout.scale
-    y, bias = (None, _tensor(base, "bias")) if weight is not None else (base(x), None)
-    if y is not None and (torch.compiler.is_compiling() or y._is_view()):
-        y = y.clone()  # autograd forbids to change a view that a quantised product has made in a function of its own
-    if weight is not None and features_dim(base) == 1:
-        weight = weight.t()
+    y = bias = None
+    if weight is None:
+        y = base(x)
+        if torch.compiler.is_compiling() or is_view(y):
+            y = y.clone()  # autograd forbids to change a view that another autograd function has returned
+    else:
+        bias = _tensor(base, "bias")
+        weight = weight.t() if features_dim(base) == 1 else weight
     if not is_split:
         lora_A, lora_B = _in_dtype(lora_A, dtype), _in_dtype(lora_B, dtype)
         addend = None if addend is None else _in_dtype(addend, dtype)
@@ -313,8 +321,11 @@ def _run(layer: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return function.apply(how, y, x, fed, weight, bias, lora_A, lora_B, addend)
 
 
-def _is_usual(x: Tensor) -> bool:
-    """Return False for an input, or inside of a transform, that an autograd function does not take or cannot keep."""
+def _can_be_fused(x: Tensor) -> bool:
+    """Return False in a transform of `torch.func`, for a nested tensor, and for an inference tensor in training.
+
+    An autograd function takes neither of the first two, and cannot keep the third for backward.
+    """
     if torch.compiler.is_compiling():
         return True
     return not (in_function_transform() or x.is_nested or (x.is_inference() and torch.is_grad_enabled()))
@@ -335,12 +346,15 @@ def _call(layer: Any) -> Call | None:
     lora_A, lora_B = modules_A[name], children["lora_B"]._modules[name]
     dropout: Any = children["lora_dropout"]._modules[name]
     scaling = layer.scaling[name]
-    if not _is_plain(lora_A) or not _is_plain(lora_B) or _is_changed(dropout) or not isinstance(scaling, (int, float)):
+    if not _is_plain(lora_A) or not _is_plain(lora_B) or _is_changed(dropout):
         return None
-    if scaling == 0 or has_hooks(base):
+    if not isinstance(scaling, (int, float)) or scaling == 0:
         return None
     weight = None
-    if not isinstance(base, QuantisedLayer):
+    if isinstance(base, QuantisedLayer):
+        if has_hooks(base):
+            return None
+    else:
         if not _is_plain(base):
             return None
         weight = _tensor(base, "weight")
@@ -379,6 +393,11 @@ def _is_changed(module: nn.Module) -> bool:
     return has_hooks(module) or "forward" in module.__dict__
 
 
+def _in_autocast(tensor: Tensor) -> bool:
+    """Return True if autocast is on for the device of a tensor; there is none for meta."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
 def _precision(layer: Any, x: Tensor, call: Call) -> tuple[torch.dtype, bool] | None:
     """Return the dtype to compute in, and True if A and B, float32, are computed in three parts of bfloat16.
 
@@ -386,9 +405,8 @@ def _precision(layer: Any, x: Tensor, call: Call) -> tuple[torch.dtype, bool] | 
     """
     lora_A, lora_B = call.lora_A.dtype, call.lora_B.dtype
     base = x.dtype if call.weight is None else call.weight.dtype
-    device = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device):  # there is no autocast on meta
-        dtype = torch.get_autocast_dtype(device)
+    if _in_autocast(x):
+        dtype = torch.get_autocast_dtype(x.device.type)
         fits = dtype is torch.bfloat16 and {x.dtype, base, lora_A, lora_B} <= {torch.float32, torch.bfloat16}
         return (dtype, False) if fits and call.weight is not None else None
     if x.dtype is not base or lora_A is not lora_B or base is torch.float16:

@@ -80,6 +80,11 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Return True if autograd takes a tensor for a view of another one; torch has no public way to ask."""
+    return tensor._is_view()
+
+
 def unsafe_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Return `tensor` in another shape, as no view; nothing may use `tensor` itself after that."""
     # Autograd lets nobody change a view in place that an autograd function has returned.

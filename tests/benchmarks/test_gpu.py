@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import ranks, run
+from benchmarks.gpu import ranks, run, speed
 from benchmarks.gpu.outcomes import violations
 from benchmarks.gpu.page import MARK, write_page
 from benchmarks.gpu.records import ROOT, Record, Records, code_identity
 from benchmarks.gpu.run import run_all
 from benchmarks.gpu.speed import llama_flops
-from benchmarks.gpu.steps import LLAMA_8B, Step, meshes_for, steps, world_size_of
+from benchmarks.gpu.steps import LLAMA_8B, TINY, Step, meshes_for, steps, world_size_of
 from benchmarks.gpu.trace import by_kind, exposed, length
 from benchmarks.gpu.training import PRECISIONS, adapted, cast, judged, llama, train
 
@@ -292,7 +292,7 @@ def test_exposed_communication_is_that_beside_no_other_kernel():
 
 
 def test_kernels_are_told_apart_by_their_names():
-    """Names from traces of an H100 and an H200."""
+    """The names are in the form that torch, cuBLAS, CUTLASS, Triton and NCCL give theirs."""
     names = {
         "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "products of matrices",
         "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>": "products of matrices",
@@ -315,6 +315,35 @@ def test_flops_are_counted_as_by_the_peer():
         model = nn.ParameterList([nn.Parameter(torch.empty(8_030_261_248), requires_grad=False)])
         model.append(nn.Parameter(torch.empty(41_943_040)))
     assert llama_flops(LLAMA_8B, 32, model) / 1e9 == pytest.approx(32.25, abs=0.01)
+
+
+def test_a_peer_that_breaks_is_named_and_the_others_are_timed(monkeypatch):
+    class Fake:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.model = nn.ParameterList([nn.Parameter(torch.ones(2), requires_grad=each) for each in (True, False)])
+            self.error = error
+
+        def forward_backward(self, tokens: torch.Tensor) -> torch.Tensor:
+            if self.error is not None:
+                raise self.error
+            return torch.ones(())
+
+        def update(self) -> torch.Tensor:
+            return torch.ones(())
+
+    options = {"mesh": "1x1", "peers": (), "ours": (), "autocast": False, "rows": 2, "shape": TINY, "layers": 1}
+    options |= {"rounds": 2, "warmup": 0, "backend": ""}
+    found = [("ours", Fake()), ("Liger", Fake(ValueError("no kernel"))), ("PEFT", Fake())]
+    monkeypatch.setattr(speed, "sides", lambda *args: found)
+    figures = speed.speed("cpu", **options)
+    assert list(figures["sides"]) == ["ours", "PEFT"]
+    assert figures["refused"] == {"Liger": "failed: ValueError: no kernel"}
+    assert figures["tokens"] == 2 * TINY["sequence"]
+    for name, error in (("ours", ValueError("no kernel")), ("Liger", torch.OutOfMemoryError("fewer layers"))):
+        broken = [(name, Fake(error))]
+        monkeypatch.setattr(speed, "sides", lambda *args, broken=broken: broken)
+        with pytest.raises(type(error)):
+            speed.speed("cpu", **options)
 
 
 def test_packages_that_are_too_old_are_named():
@@ -348,7 +377,7 @@ def test_the_results_replace_what_follows_the_mark(tmp_path):
     page.parent.mkdir()
     page.write_text(f"# Before\n\n{MARK}\nold\n")
     rate = Step("rate", "rate", "")
-    speed = Step("speed 1x1", "speed", "")
+    timed = Step("speed 1x1", "speed", "")
     kernels = {"exposed": 0.0, "communication": 0.0, "kinds": {"attention": [1.25, 3]}}
     figures = {
         "sides": {
@@ -364,8 +393,8 @@ def test_the_results_replace_what_follows_the_mark(tmp_path):
         "of layers": 32,
         "sequence": 1000,
     }
-    rows = [Record("rate", "passed", {"tflops": 0.04, "size": 8}), Record(speed.name, "passed", figures)]
-    write_page(page, [rate, speed], rows, {"device": "1 x GPU"})
+    rows = [Record("rate", "passed", {"tflops": 0.04, "size": 8}), Record(timed.name, "passed", figures)]
+    write_page(page, [rate, timed], rows, {"device": "1 x GPU"})
     text = page.read_text()
     assert text.startswith("# Before\n")
     assert "old" not in text

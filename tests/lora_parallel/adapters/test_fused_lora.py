@@ -86,14 +86,19 @@ def inputs(dtype: torch.dtype = F64) -> Tensor:
     return torch.randn(ROWS, TOKENS, WIDTH, generator=generator, dtype=F64).to(BF16).to(dtype).requires_grad_()
 
 
+def gradient_of(y: Tensor) -> Tensor:
+    """The gradient of an output, the same for each output of a shape."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(y.shape, generator=generator, dtype=F64).to(BF16).to(y.dtype)
+
+
 def step(model: Any, x: Tensor, autocast: bool = False, spoilt: float | None = None) -> dict[str, Tensor]:
     """The output, and the gradients of the input and of what trains."""
     x = x.detach().requires_grad_()
     model.zero_grad()
     with torch.autocast("cpu", dtype=BF16, enabled=autocast):
         y = model(x)
-    generator = torch.Generator().manual_seed(2)
-    gradient = torch.randn(y.shape, generator=generator, dtype=F64).to(BF16).to(y.dtype)
+    gradient = gradient_of(y)
     if spoilt is not None:
         gradient[1, 2, 3] = spoilt
     y.backward(gradient)
@@ -429,8 +434,7 @@ def test_recomputed(calls, reentrant):
     x = inputs()
     model.zero_grad()
     y = checkpoint(model, x, use_reentrant=reentrant)
-    generator = torch.Generator().manual_seed(2)
-    y.backward(torch.randn(y.shape, generator=generator, dtype=F64).to(BF16).to(y.dtype))
+    y.backward(gradient_of(y))
     found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad} | {"x": x.grad, "y": y.detach()}
     assert len(calls) == 3
     assert relative_error(found, want) == 0
@@ -444,9 +448,8 @@ def test_selective_recomputation_gives_back_a_product_without_its_branch(calls, 
     plain, ours = adapted(*dtypes), fused(adapted(*dtypes))
     found = []
     for model in (plain, ours):
-        recomputed = copy.copy(model)
         x = inputs(dtypes[0])
-        checkpoint(lambda x, m=recomputed: m(x).sigmoid(), x, use_reentrant=False, context_fn=contexts).sum().backward()
+        checkpoint(lambda x, m=model: m(x).sigmoid(), x, use_reentrant=False, context_fn=contexts).sum().backward()
         found.append({"x": x.grad, **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}})
     assert len(calls) == 2
     assert relative_error(found[1], found[0]) < (1e-12 if dtypes[0] is F64 else 1e-2)
@@ -513,10 +516,8 @@ def test_backward_in_autocast_computes_in_the_dtypes_of_the_forward(calls):
     model.zero_grad()
     x = inputs(F32)
     y = model(x)
-    generator = torch.Generator().manual_seed(2)
-    gradient = torch.randn(y.shape, generator=generator, dtype=F64).to(BF16).to(y.dtype)
     with torch.autocast("cpu", dtype=BF16):
-        y.backward(gradient)
+        y.backward(gradient_of(y))
     assert torch.equal(x.grad, want["x"])
     assert len(calls) == 2
 

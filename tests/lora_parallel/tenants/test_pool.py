@@ -891,7 +891,6 @@ def died(mesh_text: str) -> tuple[int, Any]:
     """What a tenant leaves whose backward died."""
     _, model, pool = pool_of(mesh_text, shard=True)
     add(pool, "ada")
-    tensors = NewTensors()
     for name in ("bea", "bea"):  # what is remembered of the last step is of this one
         tensors = NewTensors()
         add(pool, name)
