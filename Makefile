@@ -18,7 +18,7 @@ demo test test-fast test-times matrix compat mutants faults table suite: export 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-times bench gpu matrix compat mutants faults table suite lint dist docs clean
+.PHONY: help demo test test-fast test-times bench gpu matrix compat mutants faults table suite count lint dist docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ test-fast: $(VENV)/.dev ## run the tests that start no processes, while you edit
 test-times: $(VENV)/.dev ## run the tests, and say what their seconds went into, by folder and by kind of work
 	$(BIN)/python -m pytest -p tests.times --durations=0 --durations-min=0.05 $(ARGS)
 
-bench: $(VENV)/.dev ## measure NAME=step, load, save, loss, scale, tenants, pipeline, host, frames, dropout, bytes or planning; ARGS=--short for a look
+bench: $(VENV)/.dev ## measure NAME=step, load, save, loss, scale, tenants, pipeline, host, generate, frames, dropout, bytes or planning; ARGS=--short for a look
 	$(BIN)/python benchmarks/$(or $(NAME),step).py $(ARGS)
 
 # No set-up: on a machine with GPUs torch and its CUDA are the user's own, and there may be no network.
@@ -47,6 +47,9 @@ matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes,
 	$(PYTEST) -m matrix $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 # No .venv: each has an environment of its own, made anew with PYTHON, and takes what the index has that day.
+count: ## count statements, lines and files by district, tests, and pages and words of the docs
+	python3 tools/count.py
+
 compat: ## test the oldest versions that pyproject.toml allows, and the newest of the package index; PYTHON=python3.13
 	for versions in oldest newest; do \
 		echo "The $$versions versions with $(PYTHON)" && \

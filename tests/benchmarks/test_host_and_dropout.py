@@ -1,4 +1,4 @@
-"""The benchmarks of host time and of dropout run, at small sizes, and their tables have every side."""
+"""The benchmarks of host time, of `generate` and of dropout run, at small sizes, and their tables have every side."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def test_host(tmp_path):
     assert {ranks: list(samples) for ranks, samples in record["seconds"].items()} == sides
     assert all(f"| {ranks} | {side} | " in table for ranks, names in sides.items() for side in names)
     assert "ours 2x1 / FSDP2 by hand 2x1" in table
+
+
+@pytest.mark.matrix
+@pytest.mark.processes
+def test_generate(tmp_path):
+    table, record = run("generate", tmp_path, "--short")
+    for dtype, samples in record["seconds"].items():
+        assert list(samples) == ["ours", "fused=False", "plain PEFT"]
+        assert all(len(seconds) == 3 and f"| {dtype} | {side} | " in table for side, seconds in samples.items())
 
 
 @pytest.mark.matrix
