@@ -1,7 +1,7 @@
-"""Seconds of `generate`, token by token: fused LoRA layers, the same model with `fused=False`, and plain PEFT, in turns.
+"""Time `generate`, token by token: fused LoRA layers, the same model with `fused=False`, and plain PEFT, in turns.
 
-    python benchmarks/generate.py                               # 8 blocks, 40 rounds of 32 tokens: two minutes on 2 cores
-    python benchmarks/generate.py --short                       # 2 blocks, 3 rounds
+    python benchmarks/generate.py                   # 8 blocks, 40 rounds of 32 tokens: two minutes on 2 cores
+    python benchmarks/generate.py --short           # 2 blocks, 3 rounds
 
 - The model is that of `step.py`, in float32 and with a base in bfloat16, on one rank; its adapter is in float32.
 - All sides must generate the same tokens in float32; in bfloat16 two tokens may be equally likely.
@@ -45,8 +45,8 @@ def build_sides(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, nn
 
 
 def generate(model: nn.Module, prompt: Tensor, tokens: int) -> Tensor:
-    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    return model.generate(input_ids=prompt, **options)  # type: ignore[operator]
+    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    return model.generate(input_ids=prompt, do_sample=False, pad_token_id=0, **length)  # type: ignore[operator]
 
 
 def measure(options: argparse.Namespace, dtype: str) -> Samples:
@@ -97,7 +97,8 @@ def main() -> None:
     results = {dtype: measure(options, dtype) for dtype in DTYPES}
     table = table_of(results, options.tokens)
     settings = {name: getattr(options, name) for name in ("hidden", "layers", "rounds", "tokens")}
-    write_files(options.output, "generate", table, {"environment": environment(), "options": settings, "seconds": results})
+    record = {"environment": environment(), "options": settings, "seconds": results}
+    write_files(options.output, "generate", table, record)
     print(f"{table}\n\nwritten to {options.output}")
     dist.destroy_process_group()
 
