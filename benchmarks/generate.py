@@ -45,7 +45,7 @@ def build_sides(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, nn
 
 
 def generate(model: nn.Module, prompt: Tensor, tokens: int) -> Tensor:
-    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    length = {"max_new_tokens": tokens, "min_new_tokens": tokens, "use_cache": True}
     return model.generate(input_ids=prompt, do_sample=False, pad_token_id=0, **length)  # type: ignore[operator]
 
 
