@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from lora_parallel.adapters.dropout import TopologyInvariantDropout
+from lora_parallel.distributed.dtensors import autocast_dtype
 from lora_parallel.distributed.torch_private import (
     has_global_hooks,
     has_hooks,
@@ -131,7 +132,7 @@ class _Eager(FusedLoRA):
                 f"create_graph=True asks for a derivative of the gradient, {_OTHERWISE} Leave create_graph out."
             )
         device = grads[0].device.type
-        with torch.autocast(device, enabled=False) if _in_autocast(grads[0]) else nullcontext():
+        with torch.autocast(device, enabled=False) if autocast_dtype(device) else nullcontext():
             return FusedLoRA.backward(ctx, *grads)
 
     @staticmethod
@@ -393,11 +394,6 @@ def _is_changed(module: nn.Module) -> bool:
     return has_hooks(module) or "forward" in module.__dict__
 
 
-def _in_autocast(tensor: Tensor) -> bool:
-    """Return True if autocast is on for the device of a tensor; there is none for meta."""
-    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
-
-
 def _precision(layer: Any, x: Tensor, call: Call) -> tuple[torch.dtype, bool] | None:
     """Return the dtype to compute in, and True if A and B, float32, are computed in three parts of bfloat16.
 
@@ -405,8 +401,7 @@ def _precision(layer: Any, x: Tensor, call: Call) -> tuple[torch.dtype, bool] | 
     """
     lora_A, lora_B = call.lora_A.dtype, call.lora_B.dtype
     base = x.dtype if call.weight is None else call.weight.dtype
-    if _in_autocast(x):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := autocast_dtype(x.device.type)) is not None:
         fits = dtype is torch.bfloat16 and {x.dtype, base, lora_A, lora_B} <= {torch.float32, torch.bfloat16}
         return (dtype, False) if fits and call.weight is not None else None
     if x.dtype is not base or lora_A is not lora_B or base is torch.float16:

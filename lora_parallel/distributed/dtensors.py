@@ -52,6 +52,12 @@ def tensor_on(device: torch.device | str, data: Any, dtype: torch.dtype) -> Tens
     return torch.tensor(data, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes in on a type of device, or None if it is off or there is none."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.get_autocast_dtype(device_type) if available and torch.is_autocast_enabled(device_type) else None
+
+
 def fingerprint(tensor: Tensor) -> int:
     """Return a 64-bit number of a tensor's bytes and their order. Unlike tensors share one by a chance of about 2**-64.
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lora_parallel.config import ParallelConfig
-from lora_parallel.distributed.dtensors import local, tensors_in
+from lora_parallel.distributed.dtensors import autocast_dtype, local, tensors_in
 from lora_parallel.distributed.gradients import Gradients, backward_sync, clip_over_stages, held_apart
 from lora_parallel.distributed.mesh import axis_rank
 from lora_parallel.distributed.torch_private import forward_by_method, in_backward, last_backward, make_root, placed_as
@@ -412,8 +412,7 @@ class Pipeline:
         return kind(stages.pp, stages.rank, len(stages.stages), self._config.pp_microbatches)
 
     def _new_run(self, batch: Microbatches, calls: LossCalls, grads: bool) -> ScheduleRun:
-        autocast = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
-        key = f"{'training' if self._model.training else 'evaluation'} {autocast}"
+        key = f"{'training' if self._model.training else 'evaluation'} {autocast_dtype(self._device)}"
         return ScheduleRun(self, self._links, batch, self._stages.count - 1, grads, key, calls.during)
 
     def _share(self, run: ScheduleRun, calls: LossCalls) -> tuple[Outputs, list[list[Any]] | None]:

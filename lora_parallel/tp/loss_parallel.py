@@ -40,6 +40,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lora_parallel.distributed.collectives import chunk_bounds, chunks_over_tp, gather_last_dim, stacked_over
+from lora_parallel.distributed.dtensors import autocast_dtype
 from lora_parallel.distributed.token_chunks import TokenChunks
 from lora_parallel.distributed.torch_private import MEMORY_READERS, no_torch_function, storageless
 from lora_parallel.layers.layer_parameters import embeddings_of, innermost
@@ -444,17 +445,12 @@ def _cross_entropy(
         losses = losses.sum()
     if reduction == "mean":
         losses = losses / (target != ignore_index).sum()
-    return losses if _autocasts(input) else losses.to(input.dtype)
+    return losses if autocast_dtype(input.device.type) else losses.to(input.dtype)
 
 
 def _losses(part: Tensor, labels: Tensor, ignore_index: int, logits: SlicedTensor) -> Tensor:
     s = logits.slicing
     return cross_entropy_of_slices(part, labels, ignore_index, s.features, s.start, logits.dtype, s.group, s.name)
-
-
-def _autocasts(tensor: Tensor) -> bool:
-    kind = tensor.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _cross_entropy_of_chunks(
@@ -470,7 +466,7 @@ def _cross_entropy_of_chunks(
     else:
         losses = _losses(flat, mine.flatten(), ignore_index, logits)
     everyone = chunks.whole(losses.view(mine.shape), slicing.tokens, slicing.name).flatten()
-    everyone = everyone if _autocasts(logits) else everyone.to(logits.dtype)
+    everyone = everyone if autocast_dtype(logits.device.type) else everyone.to(logits.dtype)
     if reduction == "none":
         return everyone
     # torch's own sum and mean, in the order of one process.
