@@ -94,9 +94,8 @@ def test_what_is_discarded_is_gone_and_what_is_anothers_is_not(tmp_path):
 def write_for_long(target: Path) -> None:
     scratch = Scratch(target)
     scratch.make()
-    child = os.fork()  # as a dataloader does; it outlives the writer
-    if child:
-        (scratch.path / "file").write_text(str(child))
+    if os.fork() == 0:  # as a dataloader does; it outlives the writer, and keeps no lock once it runs
+        (scratch.path / "file").write_text(str(os.getpid()))
     time.sleep(60)
     os._exit(0)
 
