@@ -43,8 +43,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lora_parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
 from lora_parallel.pp.links import Links
+from lora_parallel.pp.pipeline import Pipeline
 from lora_parallel.pp.schedules import Action
-from lora_parallel.state import state_of
 
 matplotlib.use("Agg")  # draws to a file: needs no screen
 from matplotlib import pyplot as plt
@@ -152,9 +152,10 @@ class Trace:
         self._begin = 0.0
 
     @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
+    def around(self, pipeline: Pipeline, action: Action, count: int) -> Iterator[None]:
         self._begin = time.monotonic()  # one clock for all processes of a machine
-        yield
+        with _around(pipeline, action, count):
+            yield
         self.rows.append((action.stage, action.microbatch, action.is_forward, self._begin, time.monotonic()))
 
     def received(self, links: Links, is_hidden: bool) -> Tensor:
@@ -164,7 +165,7 @@ class Trace:
         return tensor
 
 
-_receive = Links.receive
+_receive, _around = Links.receive, Pipeline.around
 
 
 def traced(pause: float) -> dict[str, list[Any]]:
@@ -182,9 +183,11 @@ def traced(pause: float) -> dict[str, list[Any]]:
         steps = []
         for _ in range(5):
             trace = Trace()
-            state_of(model).pipeline.trace = trace.action  # type: ignore[union-attr]
             dist.barrier()
-            with patch.object(Links, "receive", lambda links, is_hidden, trace=trace: trace.received(links, is_hidden)):
+            with (
+                patch.object(Links, "receive", lambda links, is_hidden, trace=trace: trace.received(links, is_hidden)),
+                patch.object(Pipeline, "around", lambda *about, trace=trace: trace.around(*about)),
+            ):
                 model(input_ids=ids, labels=ids).loss.backward()
             model.zero_grad()
             steps.append(gathered(trace.rows))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 from transformers import Cache
-from transformers.utils import ModelOutput
 
 from lora_parallel.distributed.dtensors import tensor_on, tensors_in
 from lora_parallel.pp.links import Links
@@ -79,37 +78,6 @@ def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Containers:
-    """Describe the containers of what a model returns, without the values in them."""
-
-    kind: type | None  # The class of a container; None for a value
-    keys: tuple[Any, ...] = ()
-    parts: tuple[Containers, ...] = ()
-
-    @classmethod
-    def of(cls, value: Any, leaves: list[Any]) -> Containers:
-        """Return the containers of `value`, and append the values in it to `leaves`."""
-        keys: tuple[Any, ...]
-        if isinstance(value, (ModelOutput, dict)):
-            keys = tuple(value)
-            return cls(type(value), keys, tuple(cls.of(value[key], leaves) for key in keys))
-        if type(value) in (list, tuple):
-            return cls(type(value), (), tuple(cls.of(part, leaves) for part in value))
-        leaves.append(None if isinstance(value, Cache) else value)  # each stage has a part of a cache
-        return cls(None)
-
-    def build(self, leaves: Iterator[Any]) -> Any:
-        """Return the containers with values in them."""
-        if self.kind is None:
-            return next(leaves)
-        parts = [part.build(leaves) for part in self.parts]
-        if issubclass(self.kind, ModelOutput):
-            return self.kind(**dict(zip(self.keys, parts, strict=True)))
-        kind: Any = self.kind
-        return kind(zip(self.keys, parts, strict=True)) if issubclass(kind, dict) else kind(parts)
-
-
-@dataclass(frozen=True)
 class Leaf:
     """Describe one value in what a model returns."""
 
@@ -124,7 +92,7 @@ class Leaf:
 class Joined:
     """Describe what a model returns for a whole batch, without the tensors."""
 
-    containers: Containers
+    containers: Any  # What the model returns, with the place of each leaf in `leaves` instead of the leaf
     leaves: list[Leaf]
 
     @classmethod
@@ -132,22 +100,24 @@ class Joined:
         cls, outputs: Sequence[Any], losses: Sequence[Any], total: Tensor | None, batch: Microbatches
     ) -> tuple[Joined, list[list[Any]]]:
         """Return the description of the outputs of all micro-batches, and their values by leaf."""
-        flat: list[list[Any]] = [[] for _ in outputs]
-        structures = [Containers.of(output, values) for output, values in zip(outputs, flat, strict=True)]
-        if any(containers != structures[0] for containers in structures):
+        flat = [tree_flatten(output, is_leaf=lambda part: isinstance(part, Cache)) for output in outputs]
+        structure = flat[0][1]
+        if any(other != structure for _, other in flat):
             raise ValueError("pp: the model returns something else for one micro-batch than for another: use pp=1.")
-        values = [list(parts) for parts in zip(*flat, strict=True)]
+        values = [list(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
         leaves = [
             Leaf("loss", None, (), total.dtype, torch.is_grad_enabled())
             if total is not None and all(part is loss for part, loss in zip(parts, losses, strict=True))
             else _leaf(parts, batch)
             for parts in values
         ]
-        return cls(structures[0], leaves), values
+        return cls(tree_unflatten(range(len(leaves)), structure), leaves), values
 
 
 def _leaf(parts: Sequence[Any], batch: Microbatches) -> Leaf:
     first = parts[0]
+    if isinstance(first, Cache):  # each stage has a part of it
+        return Leaf("constant")
     if not isinstance(first, Tensor):
         is_plain = first is None or isinstance(first, (bool, int, float, str))
         if not is_plain or any(type(part) is not type(first) or part != first for part in parts):
@@ -275,4 +245,4 @@ class Outputs:
 
     def build(self, instead: dict[int, Tensor]) -> Any:
         """Return what the model returns, with other tensors in the place of some leaves."""
-        return self.described.containers.build(instead.get(at, value) for at, value in enumerate(self.values))
+        return tree_map(lambda at: instead.get(at, self.values[at]), self.described.containers)

@@ -152,7 +152,6 @@ class ScheduleRun:
         self._awaited: dict[bool, int] = {}
         self._taken = 0
         self.outputs: dict[int, Any] = {}  # Outputs of the model for each micro-batch, on the last stage's rank
-        self.most_alive = 0  # The largest number of micro-batches whose activations were kept at a time
 
     def run(self, order: Sequence[Action], start: Start | None = None) -> None:
         """Run actions."""
@@ -166,11 +165,8 @@ class ScheduleRun:
         }
         self._awaited, self._taken = {True: 0, False: 0}, 0
         backwards = [at for at, action in enumerate(order) if not action.is_forward]
-        alive = 0
         for at, action in enumerate(order):
             self._await_until(at + 1)  # the next action's input comes while this one computes
-            alive += 1 if action.is_forward else -1
-            self.most_alive = max(self.most_alive, alive)
             with self._pipeline.around(action, self.batch.count):
                 if action.is_forward:
                     self._forward(action)
@@ -269,10 +265,6 @@ class Pipeline:
         self._own = model.forward
         self._signature = inspect.signature(self._own)
         self._begun = len(stages.stages) == 1 or not isinstance(model, FSDPModule)
-        # The largest number of micro-batches whose activations this rank kept at a time in the last forward.
-        self.most_alive = 0
-        # Returns a context that an action runs in, with the wait for its input, to look at a schedule.
-        self.trace: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
         model.__dict__["_pipeline_stage"] = self._stage
         if isinstance(model, FSDPModule):
             forward_by_method(model, "_pipeline_stage")
@@ -352,7 +344,6 @@ class Pipeline:
         run = self._new_run(batch, calls, grads=True)
         with held_apart(self._trained) as held:
             run.run(self._order(one_forward_one_backward), lambda index: ([calls.losses[index]], [None]))
-        self.most_alive = run.most_alive
         outputs, _ = self._share(run, calls)
         instead: dict[int, Tensor] = {}
         for at in outputs.differentiable:
@@ -367,7 +358,6 @@ class Pipeline:
         """Run forwards; return outputs whose backward runs the backwards."""
         run = self._new_run(batch, calls, grads)
         run.run(self._order(filled))
-        self.most_alive = run.most_alive
         calls.finish()
         outputs, parts = self._share(run, calls)
         leaves = outputs.differentiable if grads else []
@@ -471,8 +461,7 @@ class Pipeline:
         """Let LoRA dropout know which rows of the batch an action computes."""
         self._count.microbatch, self._count.microbatches = action.microbatch, count
         try:
-            with self.trace(action):
-                yield
+            yield
         finally:
             self._count.microbatch, self._count.microbatches = 0, 1
 

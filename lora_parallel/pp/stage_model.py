@@ -48,30 +48,19 @@ class _OtherStage(nn.Module):
 
     def __init__(self, name: str, module: nn.Module, run: StageContext) -> None:
         super().__init__()
-        plain = {
+        self.__dict__ |= {
             key: value
             for key, value in vars(module).items()
             if key != "training" and not key.startswith("_") and not isinstance(value, Tensor) and not callable(value)
         }
-        self.__dict__ |= {"_name": name, "_run": run, "_plain": plain, OTHER_STAGE: True}
-
-    def __getattr__(self, key: str) -> Any:
-        plain = self.__dict__.get("_plain", {})
-        return plain[key] if key in plain else super().__getattr__(key)
-
-    def __delattr__(self, key: str) -> None:
-        """Delete an attribute, as Trainer does with `neftune_noise_alpha` of the embedding after training."""
-        plain = self.__dict__["_plain"]
-        if key in plain and key not in self.__dict__:
-            del plain[key]
-        else:
-            super().__delattr__(key)
+        self._name, self._run = name, run
+        self.__dict__[OTHER_STAGE] = True
 
     def check_running(self) -> None:
         """Check that the parallelized model runs."""
-        if not self.__dict__["_run"].running:
+        if not self._run.running:
             raise RuntimeError(
-                f"{self.__dict__['_name']} was called, and is on another pipeline stage than this rank's: call the "
+                f"{self._name} was called, and is on another pipeline stage than this rank's: call the "
                 "parallelized model, not a module inside of it, nor its forward."
             )
 
@@ -81,13 +70,12 @@ class OtherStageBlock(_OtherStage):
 
     def __init__(self, name: str, block: nn.Module, run: StageContext, index: int, outputs: int | None) -> None:
         super().__init__(name, block, run)
-        self.__dict__ |= {"_index": index, "_outputs": outputs}
+        self._index, self._outputs = index, outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.check_running()
-        hidden = self.__dict__["_run"].pass_block(self.__dict__["_index"], first_activations(args, kwargs)[1])
-        outputs = self.__dict__["_outputs"]
-        return hidden if outputs is None else (hidden, *[None] * (outputs - 1))
+        hidden = self._run.pass_block(self._index, first_activations(args, kwargs)[1])
+        return hidden if self._outputs is None else (hidden, *[None] * (self._outputs - 1))
 
 
 class OtherStageLayer(_OtherStage):
@@ -103,23 +91,21 @@ class OtherStageLayer(_OtherStage):
         device: str = "cpu",
     ) -> None:
         super().__init__(name, layer, run)
-        self.__dict__["_output"] = output
+        self._output = output
         # Models ask an embedding's weight for its device. It has no elements, so that nothing is computed with it.
-        self.__dict__["_plain"]["weight"] = torch.empty(0, dtype=dtype, device=device)
+        self.weight = torch.empty(0, dtype=dtype, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherStageLayer:
         """Follow `model.to(dtype)`, as the layer would."""
-        plain = self.__dict__["_plain"]
-        plain["weight"] = fn(plain["weight"])
+        self.weight = fn(self.weight)
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self.check_running()
-        output = self.__dict__["_output"]
         given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-        if output is None or given is None:
-            raise RuntimeError(f"{self.__dict__['_name']} was called on a pipeline stage that has no part of it.")
-        return torch.zeros(output.of(given), dtype=self.__dict__["_plain"]["weight"].dtype, device=given.device)
+        if self._output is None or given is None:
+            raise RuntimeError(f"{self._name} was called on a pipeline stage that has no part of it.")
+        return torch.zeros(self._output.of(given), dtype=self.weight.dtype, device=given.device)
 
 
 Bounds = list[tuple[int, int]]  # First and last + 1 block of each stage

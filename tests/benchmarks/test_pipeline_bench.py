@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +12,8 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from benchmarks.schedule_simulation import bubble_formula, order_of, simulate
 from lora_parallel import parallelize
 from lora_parallel.pp.schedules import Action, check_microbatches, one_forward_one_backward
-from lora_parallel.state import state_of
 from tests.lora_parallel.cp.runs import language
-from tests.lora_parallel.pp.runs import GPIPE, INTERLEAVED, PP, Run
+from tests.lora_parallel.pp.runs import GPIPE, INTERLEAVED, PP, Run, actions
 from tests.oracle import on_mesh
 
 SIZES = [(pp, microbatches) for pp in range(2, 9) for microbatches in range(1, 17)]
@@ -138,16 +135,9 @@ def test_a_deadlock_is_seen():
 def traced(config: dict[str, Any]) -> list[Action]:
     """The actions that this rank begins in a step, in order."""
     model: Any = parallelize(Run().model(), *on_mesh("1x1pp2", **config))
-    seen = []
-
-    @contextmanager
-    def trace(action: Action) -> Iterator[None]:
-        seen.append(action)
-        yield
-
-    state_of(model).pipeline.trace = trace  # type: ignore[union-attr]
-    model(**language()).loss.backward()
-    return seen
+    with actions() as begun:
+        model(**language()).loss.backward()
+    return begun
 
 
 @pytest.mark.parametrize("config", [PP, GPIPE, INTERLEAVED])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 
 from lora_parallel import no_sync, parallelize
 from lora_parallel.distributed.mesh import dp_rank, dp_size
+from lora_parallel.pp.pipeline import Pipeline
+from lora_parallel.pp.schedules import Action
 from tests.lora_parallel.cp.runs import (
     ROWS,
     counted,
@@ -33,6 +38,27 @@ PP = {"pp_microbatches": 4}
 GPIPE = {"pp_microbatches": 4, "pp_schedule": "gpipe"}
 INTERLEAVED = {"pp_microbatches": 4, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}
 LAYERS = 4
+
+
+@contextmanager
+def actions() -> Iterator[list[Action]]:
+    """Note the actions that this rank begins within the context, in order."""
+    begun: list[Action] = []
+    own = Pipeline.around
+
+    @contextmanager
+    def around(pipeline: Pipeline, action: Action, count: int) -> Iterator[None]:
+        begun.append(action)
+        with own(pipeline, action, count):
+            yield
+
+    with patch.object(Pipeline, "around", around):
+        yield begun
+
+
+def most_alive(begun: list[Action]) -> int:
+    """The largest number of micro-batches whose activations are kept at a time."""
+    return max(accumulate(1 if action.is_forward else -1 for action in begun))
 
 
 def in_float64(*args: Any, **kwargs: Any) -> Tensor:

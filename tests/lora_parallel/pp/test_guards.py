@@ -19,13 +19,12 @@ from lora_parallel.pp.links import Links
 from lora_parallel.pp.loss import LossCalls, LossFactors
 from lora_parallel.pp.microbatches import Joined, Microbatches
 from lora_parallel.pp.stage_model import OtherStageLayer, OutputShape, StageContext
-from lora_parallel.state import state_of
 from lora_parallel.tracing.prove_stages import StageTrace
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ids, language
 from tests.lora_parallel.pp import models
 from tests.lora_parallel.pp.models import Own, adapted
-from tests.lora_parallel.pp.runs import GPIPE, PP, Run
+from tests.lora_parallel.pp.runs import GPIPE, PP, Run, actions, most_alive
 from tests.oracle import full, on_mesh, over_stages, relative_error, trained
 from tests.oracle.workers import Failure, attempt
 
@@ -209,7 +208,8 @@ def ignoring_seven(model: Any) -> Tensor:
 
 def arguments() -> dict[str, Any]:
     model, found = model_on("1x1pp2"), {}
-    found["by position"] = over_stages(by_position(model), "1x1pp2"), state_of(model).pipeline.most_alive
+    with actions() as begun:
+        found["by position"] = over_stages(by_position(model), "1x1pp2"), begun
     found["tuple"] = [each + 0 for each in as_tuples(model)]
     found["ignored"] = ignoring_seven(model)
     batch = language()
@@ -233,9 +233,9 @@ def test_arguments(pool):
     one = Run().model()
     want = by_position(one)
     for found in pool.run(2, arguments):
-        got, alive = found["by position"]
+        got, begun = found["by position"]
         assert relative_error(got, want) < 1e-12
-        assert alive < 4  # 1f1b: the labels were seen
+        assert most_alive(begun) < 4  # 1f1b: the labels were seen
         for mine, theirs in zip(found["tuple"], as_tuples(one), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found["ignored"], ignoring_seven(one), rtol=2e-6, atol=0)

@@ -24,10 +24,9 @@ from lora_parallel.pp import links
 from lora_parallel.pp.links import Links
 from lora_parallel.pp.pipeline import ScheduleRun
 from lora_parallel.pp.stage_model import LastStageTensor
-from lora_parallel.state import state_of
 from tests.cases import cases
 from tests.lora_parallel.cp.runs import ids, language
-from tests.lora_parallel.pp.runs import GPIPE, INTERLEAVED, PP, Run, in_float64
+from tests.lora_parallel.pp.runs import GPIPE, INTERLEAVED, PP, Run, actions, in_float64, most_alive
 from tests.lora_parallel.traffic import Traffic
 from tests.oracle import full, lora_config, on_mesh, over_stages, ranks_of, relative_error, trained
 from tests.oracle.rows import DECODER, base_model
@@ -226,12 +225,12 @@ def messages() -> Iterator[list[tuple[bool, int]]]:
 def traffic(mesh: str, config: dict[str, Any]) -> dict[str, Any]:
     model = model_on(mesh, **config)
     model(**language()).loss.backward()
-    with messages() as sent, Traffic() as collectives:
+    with messages() as sent, Traffic() as collectives, actions() as begun:
         loss = model(**language()).loss
         inside = len(sent)
         loss.backward()
     stage_group = [each for each in collectives.calls if len(each[1]) > 1]
-    return {"sent": sent, "inside": inside, "alive": state_of(model).pipeline.most_alive, "collectives": stage_group}
+    return {"sent": sent, "inside": inside, "alive": most_alive(begun), "collectives": stage_group}
 
 
 @pytest.mark.parametrize(
