@@ -1,17 +1,20 @@
-"""Count what the project is made of: statements, lines and files of Python by district, tests, and words of the docs.
+"""Count what the project is made of: statements, lines and files by district, and pages and words of the docs.
 
 python tools/count.py
 
 A statement is an `ast.stmt` other than a docstring; comments and blank lines count as lines only.
+Words are what blanks separate, in tables and code too. Pages that benchmarks and `make mutants` write count apart.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("lora_parallel", "lightning_lora", "accelerate_plugin")
+WRITTEN_BY_SCRIPTS = ("results/", "development/mutants.md")
 
 
 def statements_of(source: str) -> int:
@@ -44,8 +47,25 @@ def main() -> None:
     for name, statements, lines, files in rows:
         print(f"| {name} | {statements:,} | {lines:,} | {files} |")
     print("\n| docs | pages | words |\n|---|---|---|")
-    pages = sorted((ROOT / "docs").rglob("*.md"))
-    print(f"| docs | {len(pages)} | {sum(len(page.read_text().split()) for page in pages):,} |")
+    words = {name: len((ROOT / "docs" / name).read_text().split()) for names in pages().values() for name in names}
+    for kind, names in pages().items():
+        print(f"| {kind} | {len(names)} | {sum(words[name] for name in names):,} |")
+    by_hand = [name for name in words if not name.startswith(WRITTEN_BY_SCRIPTS)]
+    print(f"| **written by hand** | {len(by_hand)} | {sum(words[name] for name in by_hand):,} |")
+
+
+def pages() -> dict[str, list[str]]:
+    """Return the pages for users, of the reference, of results and of development, as `mkdocs.yml` lists them."""
+    kinds = {"Reference": "reference, of docstrings", "Results": "results, by scripts", "Development": "development"}
+    found: dict[str, list[str]] = {kind: [] for kind in ("for users", *kinds.values())}
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    kind = "for users"
+    for indent, title, page in re.findall(r"^( +)- ([^:]+):(?: (\S+\.md))?$", navigation, re.M):
+        if len(indent) == 2:  # a section, or a page of its own
+            kind = kinds.get(title, "for users")
+        if page:
+            found[kind].append(page)
+    return found
 
 
 def _measure(paths: list[Path]) -> tuple[int, int, int]:
