@@ -40,7 +40,7 @@ bench: $(VENV)/.dev ## measure NAME=step, load, save, loss, scale, tenants, pipe
 	$(BIN)/python benchmarks/$(or $(NAME),step).py $(ARGS)
 
 # No set-up: on a machine with GPUs torch and its CUDA are the user's own, and there may be no network.
-gpu: ## check and time everything on this machine's GPUs, with PYTHON's own packages, into docs/gpu.md
+gpu: ## check and time everything on this machine's GPUs, with PYTHON's own packages, into docs/results/gpu.md
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 matrix: $(VENV)/.dev ## run what make test leaves out: its tests on more meshes, with more models; SHARD=2/4 a part of it

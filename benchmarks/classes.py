@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,14 +28,14 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
-from benchmarks.tables import run_table
+from benchmarks.tables import RESULTS, run_table
 from lora_parallel.layers.layer_parameters import clean_names
 from lora_parallel.planning import plan as planner
 from lora_parallel.planning.plan import Plan, resolve_plan
 from lora_parallel.planning.proven_plans import FILE
 from lora_parallel.tracing.prove_feature_slices import find_structure
 
-PAGE = Path(__file__).parent.parent / "docs" / "plans.md"
+PAGE = RESULTS / "known_plans.md"
 MARK = "<!-- written by make table NAME=classes -->"
 TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT")
 SIZES = {
@@ -123,8 +122,7 @@ def table(chosen: list[str]) -> tuple[str, bool]:
     for name, plan in sorted(known.items()):
         alike.setdefault(json.dumps(plan), []).append(f"`{name}`")
     rows = [f"{', '.join(names)} | {styles(json.loads(text))}" for text, names in alike.items()]
-    head = f"{len(known)} classes of transformers {transformers.__version__}:\n\nclasses | layers\n--- | ---\n"
-    return head + "\n".join(rows), True
+    return "classes | layers\n--- | ---\n" + "\n".join(rows), True
 
 
 def styles(plan: Mapping[str, str]) -> str:

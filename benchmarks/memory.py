@@ -1,6 +1,6 @@
 """The table of predicted and measured memory: `plan_memory` from a config, against ranks that train.
 
-    python -m benchmarks.memory                # ten minutes on 2 cores; writes the table into docs/choosing_a_mesh.md
+    python -m benchmarks.memory                # ten minutes on 2 cores; writes the table into docs/results/memory.md
     python -m benchmarks.memory --kinds 'full' # a look, without writing
 
 The rows are data, in `tests/oracle/cost_rows.py`; the processes are those of the tests. What is measured is what
@@ -24,12 +24,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from benchmarks.tables import run_table
+from benchmarks.tables import RESULTS, run_table
 from tests.cores import share_cores
 from tests.oracle.cost_rows import KINDS, MESHES, RANKS, measure
 from tests.oracle.workers import Failure, WorkerPool
 
-PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
+PAGE = RESULTS / "memory.md"
 MARK = "<!-- written by make table NAME=memory -->"
 BOUND = 0.05
 

@@ -25,6 +25,7 @@ import traceback
 import warnings
 from collections import Counter
 from contextlib import closing
+from datetime import date
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
@@ -59,7 +60,7 @@ COLUMNS = {
 """Columns of the oracle table that every class is run in, and what the page calls them."""
 
 RESULTS = Path(__file__).parent / "models" / "results.json"
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "models.md"
 SAME_ROWS = 1e-3  # relative error of a gradient that is summed in another order, in float32 too
 PATIENCE = 120  # seconds in which a process must have answered
 LENGTH = 400  # characters of an error that are kept
@@ -180,7 +181,7 @@ def _unfit(step: Step) -> str:
 def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS) -> None:
     """Run the missing cells of classes, and write the results after each class."""
     workers.ANSWER_TIMEOUT = PATIENCE
-    here = commit()
+    here, today = commit(), date.today().isoformat()
     results = read_results(path)
     with closing(WorkerPool()) as pool:
         for name in tqdm(chosen):
@@ -195,7 +196,7 @@ def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS)
                 known = {**{k: v for k, v in known.items() if k != "tried"}, **first}
                 commits = known.get("commit", "").split() if known.keys() & COLUMNS.keys() else []
                 known |= {"transformers": transformers.__version__, "commit": " ".join(dict.fromkeys([*commits, here]))}
-                keep(name, known, path)
+                keep(name, known | {"date": today}, path)
             if state_of(known[ONE]) != "right":
                 continue
             wanted = [each for each in columns if each not in known or again in (state_of(known[each]), "all")]
@@ -211,7 +212,7 @@ def run(chosen: list[str], columns: list[str], again: str, path: Path = RESULTS)
                     break
             others = known["commit"].split() if known.keys() & COLUMNS.keys() - cells.keys() else []
             known |= {column: kept(cell) for column, cell in cells.items()}
-            keep(name, known | {"commit": " ".join(dict.fromkeys([*others, here]))}, path)
+            keep(name, known | {"date": today, "commit": " ".join(dict.fromkeys([*others, here]))}, path)
 
 
 def _cells(pool: WorkerPool, row: str, columns: list[str]) -> dict[str, Cell]:
@@ -248,44 +249,20 @@ def _on_one(pool: WorkerPool, function: Any, *args: Any) -> Any:
 
 # ---------------------------------------------------------------------- the page
 
-INTRODUCTION = """# Every model
+TITLE = "# Every model\n\n"
+CAPTION = """\
+`make table NAME=model` writes this page ([how](../fidelity.md#how-results-are-made)). A row is a tiny model of one
+class of transformers; a cell compares one training step on a mesh (dp_shard x tp) with one process of plain PEFT.
 
-Does it run my model? One training step of every class of transformers that generates, and of usual encoders, held
-against one process of plain PEFT. It is written by
-
-```
-make table NAME=model
-```
-
-A row is a tiny model. Rules make its config from the default values of the class's config: it has each kind of layer
-twice; one key-value head (fewer than tp) where published models have fewer key-value heads than heads; an odd
-vocabulary; experts; towers of images and sound; random weights everywhere; LoRA on all linear layers of text and
-towers. What a class has by other settings only (experts of Gemma 4, LongT5's global attention) is not in its row.
-Four rows of data are one batch; each has an image or a sound if the table says so, and "text alone" stands for
-classes that take one which we could not make. Meshes are dp_shard x tp.
-
-A class that is not here (your own, or one of `trust_remote_code`): `accelerate-lora check mesh.yaml train.py` says
-whether the mesh can run it, and why not ([plans](plans.md)).
-
-Models compute in float64, and a cell above 1e-12 has failed. If a class computes in float32 only, the bound is 1e-5.
-"mixed": the class's own code casts to float32 in places (scores of experts, rotations), where each rank rounds its part
-of a sum; the row computes these in float64, in one process and on the mesh, so that its bound is 1e-12 too.
-
-A cell is **a number**, the largest relative error of the gradient of any adapter; **refused**, with the number of the
-reason below; **FAILED**; or a dash, which means that it was not run yet.
+A cell is **a number**, the largest relative error of the gradient of any adapter (bound 1e-12; 1e-5 in float32);
+**refused**, with the number of the reason below; **FAILED**; or a dash: not run yet. "text alone": the class also
+takes images or sound, which the row does not have. "mixed": the class casts to float32 in places, which the row
+computes in float64.
 
 """
 
 
 MISSED = """## Refused
-
-The axes other than data parallelism prove first that a class computes the same with them. Where tensor parallelism
-cannot, a `tp_plan` of your own is the remedy. What is missed most of the others, and what to use in its place:
-
-- `sequence_parallel` for latent attention (DeepSeek's), state spaces and gates whose output is gathered: tp without it.
-- Pipelines for models with a tower of images or sound, and for encoder-decoders: dp_shard and tp.
-- Context parallelism for state spaces, linear attention and encoder-decoders, which mix tokens outside of the attention
-  that it knows: tp, and recomputation.
 
 | | reason | cells | such as |
 |---|---|---|---|
@@ -333,15 +310,17 @@ def page(results: Results, names: list[str]) -> str:
     """Return the page: totals, a line for each class, sorted by family, and the reasons of refusals and failures."""
     listed = [name for name in names if name in results]
     trained = [name for name in listed if state_of(results[name].get(ONE)) == "right"]
-    text = INTRODUCTION + "## Totals\n\n"
-    text += f"{len(names)} classes are listed; {len(trained)} train in one process, "
-    text += f"{len(listed) - len(trained)} do not, and {len(names) - len(listed)} were not run yet.\n\n"
+    text = TITLE + f"{len(names)} classes are listed; {len(trained)} train in one process, "
+    text += f"{len(listed) - len(trained)} do not, and {len(names) - len(listed)} were not run yet. "
+    dates = sorted({known["date"] for known in results.values() if "date" in known})
+    versions = sorted({results[name]["transformers"] for name in listed})
+    text += f"{' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, transformers {', '.join(versions)}.\n\n"
     text += "| | right | refused | FAILED | not run yet |\n|---|---|---|---|---|\n"
     for column, title in COLUMNS.items():
         states = [state_of(results[name].get(column)) for name in trained]
         counts = [states.count(state) for state in ("right", "refused", "failed", "missing")]
         text += f"| {title} | {' | '.join(map(str, counts))} |\n"
-    text += "\n## Classes\n\n"
+    text += f"\n{CAPTION}## Classes\n\n"
     text += f"| class | inputs | dtype | {' | '.join(COLUMNS.values())} |\n{'|---' * (3 + len(COLUMNS))}|\n"
     failures: list[str] = []
     in_order = sorted(trained, key=lambda each: (family_of(each), each))
@@ -375,8 +354,7 @@ def page(results: Results, names: list[str]) -> str:
         text += "independent rows says to the rows that we make.\n\n"
         untrained = sorted(set(listed) - set(trained), key=lambda each: (family_of(each), each))
         text += "".join(f"- {name}: {_line(results[name][ONE])}\n" for name in untrained) + "\n"
-    versions = sorted({results[name]["transformers"] for name in listed})
-    return text + f"With transformers {', '.join(versions)}.\n"
+    return text.rstrip("\n") + "\n"
 
 
 def _line(value: str) -> str:

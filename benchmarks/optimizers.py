@@ -1,6 +1,6 @@
 """The table of optimizers: adapters after some steps on 2x2, and after more on 1x2, against one process.
 
-    python -m benchmarks.optimizers                  # two minutes on 2 cores; writes the table into docs/optimizers.md
+    python -m benchmarks.optimizers                  # two minutes on 2 cores; writes docs/results/optimizers.md
     python -m benchmarks.optimizers --rows 'Muon*'   # a look, without writing
 
 The rows are data, in `tests/oracle/optimizer_rows.py`; the processes are those of the tests. A cell above its bound
@@ -20,13 +20,13 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 from tqdm import tqdm
 
-from benchmarks.tables import run_table
+from benchmarks.tables import RESULTS, run_table
 from lora_parallel.optimizers import steps_on
 from tests.oracle import ranks_of, relative_error
 from tests.oracle.optimizer_rows import CASE, MAKES, MORE, STEPS, bound, on_ranks, one_process
 from tests.oracle.workers import Failure, WorkerPool
 
-PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
+PAGE = RESULTS / "optimizers.md"
 MARK = "<!-- written by make table NAME=optimizer -->"
 FIRST, SECOND = "2x2", "1x2"
 

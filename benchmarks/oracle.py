@@ -26,6 +26,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 import torch
 from tqdm import tqdm
 
+from benchmarks.tables import RESULTS, dated
 from tests.oracle.rows import Cell, Row, compare, one_process, rows
 from tests.oracle.workers import Failure, WorkerPool, attempt
 
@@ -40,32 +41,16 @@ STAGES = [
     "1x1pp4",
     "2x2pp2 1f1b 2",
 ]
-PAGE = Path(__file__).parent.parent / "docs" / "oracle.md"
-INTRODUCTION = """# The oracle table
+PAGE = RESULTS / "oracle.md"
+TITLE = "# Model families and features\n\n"
+CAPTION = """\
+`make table NAME=oracle` writes this page ([how](../fidelity.md#how-results-are-made)). A row is a tiny model in
+float64. A mesh is dp_shard x tp, or dp_replicate x dp_shard x tp; behind it stand the sizes of cp and pp, and for
+pp the schedule (1f1b) and the number of micro-batches (4). "whole" is `shard_base=False`.
 
-What is held against one process, model family by model family and feature by feature. It is written by
-
-```
-make table NAME=oracle
-```
-
-One process of plain PEFT computes the gradients of one step over a global batch of eight rows; the processes of a mesh
-compute them over their shares, through `lora_parallel.parallelize` with its defaults (`tp_plan="auto"`). Models are
-tiny, in float64, with random weights everywhere (norms, biases, both LoRA factors, magnitudes) and an adapter on every
-linear layer of the blocks. A mesh is dp_shard x tp, or dp_replicate x dp_shard x tp; after it stand the sizes of cp and
-pp, and for pp the schedule (1f1b if none is named) and the number of micro-batches (4 if none is named). On meshes with
-pp the models have eight blocks, on all others two. A micro-batch has two rows or more: plain PEFT in one process that
-computes the eight rows one by one differs from itself by 1e-7 in GPT-J's attention and 1e-6 in Llama 4's router, which
-compute in float32 and round a single row in another way. "whole" is `shard_base=False`.
-
-A cell is one of
-
-- **a number**: the largest relative error, by norm, of the gradient of any trained parameter. Rounding in float64 is
-  1e-16 an operation, and above 1e-12 a cell has failed;
-- **refused**: `parallelize` says on every process, before it touches the model, that it cannot do this, and what to do
-  instead (with pp it may be the first forward that says so, before a stage computes anything). Its number refers to the
-  list under the table;
-- **FAILED**: anything else. The command then ends with an error.
+A cell is **a number**, the largest relative error of the gradient of any trained parameter against one process of
+plain PEFT (bound 1e-12, unless `~` stands before it); **refused**, before anything is computed, with the number of
+the reason below the table; or **FAILED**.
 
 """
 NOISY = """A `~` before a number: {note} There rounding is not that of float64, and the bound is {bound:.0e}{deep}.
@@ -96,8 +81,11 @@ def escaped(text: str) -> str:
 
 def page(cells: dict[tuple[str, str], Cell], chosen: list[Row], meshes: list[str]) -> str:
     """The page."""
-    text = INTRODUCTION
-    versions = ", ".join(f"{name} {__import__(name).__version__}" for name in ("torch", "transformers", "peft"))
+    numbers = sum(cell.error is not None for cell in cells.values())
+    refused = sum(cell.refusal is not None for cell in cells.values())
+    failed = len(cells) - numbers - refused
+    total = f"{len(chosen)} rows, {len(cells)} cells: {numbers} right, {refused} refused, {failed} failed"
+    text = f"{TITLE}{dated(total)}\n\n{CAPTION}"
     for group, title in TITLES.items():
         of_group = [row for row in chosen if row.group == group]
         if not of_group:
@@ -127,7 +115,7 @@ def page(cells: dict[tuple[str, str], Cell], chosen: list[Row], meshes: list[str
     for note, row in noisy.items():
         deep = f" ({row.deep_tolerance:.0e} with eight blocks, which amplify it)" if row.deep_tolerance else ""
         text += NOISY.format(note=note, bound=row.tolerance, deep=deep)
-    return text + f"With {versions}.\n"
+    return text.rstrip("\n") + "\n"
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
-"""The tables of docs/choosing_a_mesh.md: `plan_memory` for models of four sizes on four numbers of GPUs.
+"""The tables of docs/results/plans.md: `plan_memory` for models of four sizes on four numbers of GPUs.
 
-    python -m benchmarks.plans                   # some minutes a model; writes into docs/choosing_a_mesh.md
+    python -m benchmarks.plans                   # some minutes a model; writes into docs/results/plans.md
     python -m benchmarks.plans --models 8B       # a look, without writing
 
 Models are described by the sizes that their authors publish; no weights and no config are downloaded.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -19,10 +18,10 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from accelerate_plugin.check_and_plan import cost_text
-from benchmarks.tables import write_between
+from benchmarks.tables import RESULTS, dated, write_between
 from lora_parallel import MemoryPlan, plan_memory
 
-PAGE = Path(__file__).parent.parent / "docs" / "choosing_a_mesh.md"
+PAGE = RESULTS / "plans.md"
 MARK = "<!-- written by make table NAME=plan -->"
 CLUSTERS = (1, 4, 8, 64)
 BATCH, TOKENS = 64, 4096
@@ -61,7 +60,7 @@ def section(name: str) -> str:
         for gpus in CLUSTERS
     ]
     lines = [
-        f"### {title}",
+        f"## {title}",
         "",
         "| GPUs | recommended | weights | trained | blocks | logits | total GiB | sent in a step, GiB | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -86,7 +85,8 @@ def main() -> int:
     text = "\n\n".join(section(name) for name in args.models)
     print(text)
     if args.models == list(MODELS):
-        write_between(PAGE, MARK, text)
+        total = f"{len(args.models)} models on {len(CLUSTERS)} numbers of GPUs"
+        write_between(PAGE, MARK, f"{dated(total)}\n\n{text}")
     return 0
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable
+from datetime import date
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-__all__ = ["run_table", "write_between"]
+__all__ = ["RESULTS", "dated", "run_table", "write_between"]
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+"""The folder of the pages that benchmarks write."""
 
 
 def run_table(
@@ -44,8 +50,15 @@ def run_table(
     text, good = table(chosen)
     print(text)
     if glob == "*":
-        write_between(page, mark, text)
+        within = "all within their bounds" if good else "**not all within their bounds**"
+        write_between(page, mark, f"{dated(f'{len(chosen)} {option}, {within}')}\n\n{text}")
     return 0 if good else 1
+
+
+def dated(total: str, packages: Iterable[str] = ("torch", "transformers", "peft")) -> str:
+    """Return the first line of a page of results: the total, today's date, and the versions that are installed."""
+    versions = ", ".join(f"{name} {re.sub('[+].*', '', version(name))}" for name in packages)
+    return f"{total}. {date.today().isoformat()}, {versions}."
 
 
 def write_between(page: Path, mark: str, text: str) -> None:

@@ -1,6 +1,6 @@
 """The table of TRL's trainers: losses, logged values and adapters after some steps on a mesh, against one process.
 
-    python -m benchmarks.trainers                  # two minutes on 2 cores; writes the table into docs/trainers.md
+    python -m benchmarks.trainers                  # two minutes on 2 cores; writes docs/results/trainers.md
     python -m benchmarks.trainers --rows 'GRPO*'   # a look, without writing
 
 The rows are data, in `tests/oracle/trainer_rows.py`; the processes are those of the tests. A row above its bounds
@@ -22,12 +22,12 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 from tqdm import tqdm
 
-from benchmarks.tables import run_table
+from benchmarks.tables import RESULTS, run_table
 from tests.oracle import ranks_of
 from tests.oracle.trainer_rows import ROWS, STEPS, errors, tuned, write_base
 from tests.oracle.workers import FRONT_ENDS, Failure, WorkerPool
 
-PAGE = Path(__file__).parent.parent / "docs" / "trainers.md"
+PAGE = RESULTS / "trainers.md"
 MARK = "<!-- written by make table NAME=trainer -->"
 
 

@@ -66,6 +66,6 @@ def test_one_that_does_not_fit_is_an_error(old, new, kind):
 
 
 def test_the_page_lists_them():
-    page = (ROOT / "docs" / "mutants.md").read_text()
+    page = (ROOT / "docs" / "development" / "mutants.md").read_text()
     assert [mutant.harm for mutant in ALL if f"| {mutant.harm} |" not in page] == []
     assert f"\n{len(ALL)} breakages." in page

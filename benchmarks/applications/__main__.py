@@ -1,11 +1,10 @@
-"""Run applications alone and on meshes, compare, and write the table into docs/applications.md."""
+"""Run applications alone and on meshes, compare, and write the table into docs/results/applications.md."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -15,9 +14,9 @@ from tqdm import tqdm
 from benchmarks.applications.cases import CASES, Case, Run
 from benchmarks.applications.commands import environment, folder_of, make_inputs, run
 from benchmarks.applications.comparison import Differences, compare, read
-from benchmarks.tables import write_between
+from benchmarks.tables import RESULTS, dated, write_between
 
-PAGE = Path(__file__).parents[2] / "docs" / "applications.md"
+PAGE = RESULTS / "applications.md"
 MARK = "<!-- written by make suite NAME=applications -->"
 HEAD = [
     "| application | started by | mesh | losses | gradient norms | adapter | |",
@@ -85,7 +84,9 @@ def main() -> int:
     text = "\n".join([*HEAD, *(line for line, _ in rows)])
     print(text)
     if set(chosen) == set(names):
-        write_between(PAGE, MARK, text)
+        within = sum(good for _, good in rows)
+        total = dated(f"{len(rows)} runs, {within} within their bounds", ("torch", "accelerate", "peft"))
+        write_between(PAGE, MARK, f"{total}\n\n{text}")
     return 0 if all(good for _, good in rows) else 1
 
 

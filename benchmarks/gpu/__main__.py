@@ -1,4 +1,4 @@
-"""Check and time everything on this machine's GPUs, and write what was found into docs/gpu.md.
+"""Check and time everything on this machine's GPUs, and write what was found into docs/results/gpu.md.
 
     python -m benchmarks.gpu --quick                       # everything once, under nine minutes on one GPU
     python -m benchmarks.gpu                               # more rounds and meshes
@@ -75,7 +75,7 @@ def main() -> int:
     about = {**environment, "code": records.code, "commit": commit()}
     pages = [output / "gpu.md"]
     if args.device == "cuda":  # a proof on CPUs must never look like a result
-        pages.append(ROOT / "docs" / "gpu.md")
+        pages.append(ROOT / "docs" / "results" / "gpu.md")
     found: list[Record] = []
     try:
         for record in run_all(chosen, records, args.device, seconds):

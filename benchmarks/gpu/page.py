@@ -64,7 +64,7 @@ def write_page(page: Path, planned: Sequence[Step], rows: Sequence[Record], abou
     """
     head = page.read_text().partition(MARK)[0] if page.exists() else "# A run of `make gpu`\n\n"
     timings = timed(planned, rows)
-    assets = page.parent / "assets" if page.parent.name == "docs" else page.parent
+    assets = page.parents[1] / "assets" if page.parent.name == "results" else page.parent
     picture = assets / "gpu.png"
     drawn = draw(timings, picture) if timings else False
     text = "\n".join(_lines(planned, rows, about, timings, os.path.relpath(picture, page.parent) if drawn else None))
@@ -117,8 +117,6 @@ def _lines(
     timings: Sequence[Timed],
     picture: str | None,
 ) -> Iterator[str]:
-    yield "## Results"
-    yield ""
     if about["device"] == "CPU":
         yield CPU_WARNING
         yield ""
@@ -127,7 +125,7 @@ def _lines(
     yield f"{', '.join(f'{count} {status}' for status, count in counts.items())}; of {len(rows)} steps."
     yield ""
     yield from _table(["what", ""], [["date (UTC)", f"{dates[0]} to {dates[-1]}" if dates else ""], *about.items()])
-    yield "### Checks"
+    yield "## Checks"
     yield ""
     yield from _table(
         ["step", "result", "largest error", "bound", "plain PEFT's error", "seconds", ""],
@@ -135,7 +133,7 @@ def _lines(
     )
     yield from _waits(planned, rows)
     yield from _dropout(rows)
-    yield "### Speed"
+    yield "## Speed"
     yield ""
     for step, row in zip(planned, rows, strict=True):
         if step.kind == "rate":
@@ -200,7 +198,7 @@ def _waits(planned: Sequence[Step], rows: Sequence[Record]) -> Iterator[str]:
     ]
     if not found:
         return
-    yield "### Host waits in the third step"
+    yield "## Host waits in the third step"
     yield ""
     cells = [
         [mesh, trained, "<br>".join(f"`{line}` ({count})" for line, count in lines.items()) or "none"]
@@ -215,7 +213,7 @@ def _dropout(rows: Sequence[Record]) -> Iterator[str]:
         if "dropout" not in row.figures:
             continue
         size = row.figures["size"]
-        yield f"### LoRA dropout, forward and backward, [{size}, {size}] in bf16"
+        yield f"## LoRA dropout, forward and backward, [{size}, {size}] in bf16"
         yield ""
         cells = [[name, *(f"{took[what]:.3f}" for what in took)] for name, took in row.figures["dropout"].items()]
         yield from _table(["milliseconds", "in all", "host", "kernels"], cells)
@@ -243,7 +241,7 @@ def _kinds(timings: Sequence[Timed]) -> Iterator[str]:
     traced = [(each, each.kernels["kinds"]) for each in timings if each.kernels]
     if not traced:
         return
-    yield "### Kernels of one step by kind, in milliseconds (number of kernels)"
+    yield "## Kernels of one step by kind, in milliseconds (number of kernels)"
     yield ""
     kinds = dict.fromkeys(kind for _, found in traced for kind in found)
     cells = [

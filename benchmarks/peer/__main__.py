@@ -1,4 +1,4 @@
-"""Hold other libraries and this project against one process of plain PEFT, into docs/comparison.md.
+"""Hold other libraries and this project against one process of plain PEFT, into docs/results/comparison.md.
 
     python -m benchmarks.peer                                   # all cells
     python -m benchmarks.peer --peers ours --meshes 1x2         # some; the page keeps the others

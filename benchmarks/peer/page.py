@@ -1,4 +1,4 @@
-"""The page docs/comparison.md, and the results that it is written from."""
+"""The page docs/results/comparison.md, and the results that it is written from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.peer.notes import NOTES, Note
 from benchmarks.peer.rows import PEERS, ROWS, Cell
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "comparison.md"
+PAGE = ROOT / "docs" / "results" / "comparison.md"
 RESULTS = ROOT / "benchmarks" / "out" / "peer.json"
 MESHES = [Mesh(2, 1), Mesh(1, 2), Mesh(2, 2)]
 TITLES = {
@@ -24,50 +24,15 @@ TITLES = {
     Mesh(1, 2): "1x2: tensor parallelism over two ranks",
     Mesh(2, 2): "2x2: both",
 }
-INTRODUCTION = """# Compared with others
+TITLE = "# Compared with others\n\n"
+CAPTION = """\
+`make table NAME=peer` writes this page ([how](../fidelity.md#how-results-are-made)). A cell compares a library on a
+mesh (dp_shard x tp) with one process of plain PEFT and the same global batch, for tiny models in float64 on CPUs.
 
-What other libraries compute on the same meshes, against one process of plain PEFT with the same global batch. It is
-written by
-
-```
-make table NAME=peer
-```
-
-Each library is used as its own documentation says:
-
-- **ours**: `parallelize` with its defaults ([Engine](engine.md));
-- **transformers**: `from_pretrained` with a `DistributedConfig`, `get_peft_model` and `Trainer`, as its pages
-  [DistributedConfig](https://huggingface.co/docs/transformers/distributed_config) and
-  [Tensor parallelism](https://huggingface.co/docs/transformers/tensor_parallelism) say;
-- **accelerate**: `FullyShardedDataParallelPlugin(fsdp_version=2)` with `fsdp_auto_wrap_policy`, as
-  [PEFT's page on FSDP](https://huggingface.co/docs/peft/accelerate/fsdp), and `ParallelismConfig(tp_size=2)`, as
-  Accelerate's [example](https://github.com/huggingface/accelerate/blob/main/examples/torch_native_parallelism/nd_parallel.py);
-- **lightning**: `ModelParallelStrategy`, with torch's styles and `fully_shard` in `configure_model`, as its page on
-  [2D parallelism](https://lightning.ai/docs/pytorch/stable/advanced/model_parallel/tp_fsdp.html), which does not speak
-  of adapters: the styles are those of the base's layer and of the factor that has its sharded features, by hand. What
-  has no such rule (experts, latent attention, embeddings and head with an adapter) stays whole. An adapter is saved by
-  PEFT from Lightning's full checkpoint.
-
-Models are tiny, with random weights and adapters that are zero nowhere, in float64, and all of their sizes are even:
-what a library does not do for uneven shards is not what is compared. All sides, and the one process too, compute their
-loss without transformers' cast to float32. It runs over gloo on CPUs. Where a library asks for accelerators, and
-nothing but that check keeps it from gloo, the check is passed by; an average over gloo, which has none, is a sum,
-divided.
-
-torchtitan 0.3.0 is not in the table: it did not run on CPUs. It installs from the package index. Its language models
-take flex or varlen attention only (`ValueError: sdpa is no longer supported for language models`), and torch's flex
-attention has no backward on a CPU (`torch/nn/attention/flex_attention.py:2083`). With the attention replaced, it
-reduces gradients in a way that gloo lacks (`Cannot use ReduceOp.PREMUL_SUM with Gloo`).
-
-A cell is one of
-
-- **a number**: the largest relative error, by norm, of any tensor that trains, on any rank. Bold: it is above the row's
-  bound, which is {exact:.0e}, and {routed:.0e} for mixtures of experts, whose routers compute in float32;
-- **words**, where it is not a number that is asked for;
-- **refused**: the library says that it does not do this;
-- **error**: it raises something else, or its processes do not end in {seconds} seconds.
-
-Numbers in parentheses are those of the [notes](#notes).
+A cell is **a number**, the largest relative error of any tensor that trains, on any rank, in bold above the row's
+bound ({exact:.0e}; {routed:.0e} for mixtures of experts); **words**, where no number is asked for; **refused** by
+the library; or **error**: it raises something else, or does not end in {seconds} seconds. Numbers in parentheses
+are those of the [notes](#notes).
 
 """
 
@@ -128,6 +93,12 @@ def table(results: dict[str, Cell], mesh: Mesh, numbers: Numbers) -> str:
     return "\n".join(lines)
 
 
+def totals(results: dict[str, Cell]) -> str:
+    """Return how many cells of each library are right."""
+    by_peer = {peer: [cell for key, cell in results.items() if key.split(" | ")[1] == peer] for peer in PEERS}
+    return f"Right: {', '.join(f'{p} {sum(c.good for c in cells)} of {len(cells)}' for p, cells in by_peer.items())}."
+
+
 def page(results: dict[str, Cell], exact: float, routed: float, versions: str) -> str:
     """Return the page."""
     numbers = Numbers(NOTES)
@@ -136,10 +107,10 @@ def page(results: dict[str, Cell], exact: float, routed: float, versions: str) -
     rows[-1] = rows[-1].rstrip(";") + "."
     notes = [f"{number}. {text}" for text, number in numbers.texts.items()]
     parts = [
-        INTRODUCTION.format(exact=exact, routed=routed, seconds=SECONDS) + "The rows:\n\n" + "\n".join(rows),
+        f"{TITLE}{totals(results)} {versions}",
+        CAPTION.format(exact=exact, routed=routed, seconds=SECONDS) + "The rows:\n\n" + "\n".join(rows),
         *tables,
         "## Notes\n\n" + "\n".join(notes),
-        versions,
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -150,4 +121,4 @@ def write_page(results: dict[str, Cell]) -> None:
 
     names = ("torch", "transformers", "peft", "accelerate", "lightning")
     versions = ", ".join(f"{name} {re.sub('[+].*', '', version(name))}" for name in names)
-    PAGE.write_text(page(results, EXACT, ROUTED, f"With {versions}, on {date.today().isoformat()}."))
+    PAGE.write_text(page(results, EXACT, ROUTED, f"{date.today().isoformat()}, {versions}."))

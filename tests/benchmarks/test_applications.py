@@ -15,7 +15,7 @@ from benchmarks.applications.__main__ import row, started_by
 from benchmarks.applications.cases import CASES
 from benchmarks.applications.comparison import Differences, Outcome, compare, read
 
-PAGE = Path(__file__).parents[2] / "docs" / "applications.md"
+PAGE = Path(__file__).parents[2] / "docs" / "accelerate.md"
 WANT = Outcome([3.0, 2.0], [1.0, 0.5], {"q": torch.zeros(2, 2)})
 
 

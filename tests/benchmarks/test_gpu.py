@@ -28,7 +28,7 @@ from benchmarks.gpu.steps import LLAMA_8B, TINY, Step, meshes_for, steps, world_
 from benchmarks.gpu.trace import by_kind, exposed, length
 from benchmarks.gpu.training import PRECISIONS, adapted, cast, judged, llama, train
 
-DOCS = ROOT / "docs" / "gpu.md"
+DOCS = ROOT / "docs" / "results" / "gpu.md"
 
 
 def step(function: str, name: str = "", **changes: Any) -> Step:
@@ -373,8 +373,8 @@ def test_wheels_of_a_folder_go_first(tmp_path, monkeypatch):
 
 
 def test_the_results_replace_what_follows_the_mark(tmp_path):
-    page = tmp_path / "docs" / "gpu.md"
-    page.parent.mkdir()
+    page = tmp_path / "docs" / "results" / "gpu.md"
+    page.parent.mkdir(parents=True)
     page.write_text(f"# Before\n\n{MARK}\nold\n")
     rate = Step("rate", "rate", "")
     timed = Step("speed 1x1", "speed", "")

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -28,16 +29,10 @@ from tqdm import tqdm
 from tests.conftest import _shard
 from tests.mutants import KINDS, PACKAGES, ROOT, Mutant, mutants, place_of, product_files
 
-PAGE = ROOT / "docs" / "mutants.md"
-INTRODUCTION = """# Mutants
-
-Each line is a breakage of the product: a statement deleted, an axis swapped, a scale dropped. The test beside it passes
-on what is not broken, and must fail then. All of these tests are in `make test`. The breakages are data, in
-`tests/mutants/`. They are applied, and this page is written, by
-
-```
-make mutants
-```
+PAGE = ROOT / "docs" / "development" / "mutants.md"
+CAPTION = """\
+Each line is a breakage of the product, and the test of `make test` that must fail then. `make mutants` applies them
+and writes this page; they are data, in `tests/mutants/`.
 """
 
 IMPORTS = (
@@ -131,7 +126,7 @@ def _outcomes(
 
 def _page(breakages: Iterable[Mutant]) -> str:
     held = list(breakages)
-    text = f"{INTRODUCTION}\n{len(held)} breakages.\n"
+    text = f"# Mutants\n\n{len(held)} breakages. {date.today().isoformat()}.\n\n{CAPTION}"
     for kind, title in KINDS.items():
         rows = [f"| {each.harm} | `{each.test.removeprefix('tests/')}` |" for each in held if each.kind == kind]
         text += "\n".join([f"\n## {title}\n", "| what a user would get | test |", "|---|---|", *rows, ""])
