@@ -95,18 +95,16 @@ def trained(model): return torch.optim.AdamW(p for p in model.parameters() if p.
 GIVEN: dict[str, dict[int, str]] = {
     "checkpoints.md": {0: "model, steps = base(), 100"},
     "engine.md": {0: "loader = [batch, batch]", 2: "micro_batches = [batch, batch]"},
-    "fabric.md": {
-        0: "model = adapted(); optimizer = trained(model)",
-        2: "raw = optimizer",
-        3: "step, scheduler = 1, torch.optim.lr_scheduler.LinearLR(raw)",
-    },
     "fidelity.md": {0: "seed, model = 0, base()"},
     "lightning.md": {
         0: "class Module(L.LightningModule):\n"
         "    def configure_model(self): self.model = getattr(self, 'model', None) or adapted()\n"
         "    def training_step(self, batch, index): return self.model(**batch).loss\n"
         "    def configure_optimizers(self): return trained(self)\n"
-        "module, train_loader = Module(), DataLoader([{k: v[0] for k, v in batch.items()}] * 4, batch_size=2)\n"
+        "module, train_loader = Module(), DataLoader([{k: v[0] for k, v in batch.items()}] * 4, batch_size=2)\n",
+        5: "model = adapted(); optimizer = trained(model)",
+        6: "raw = optimizer",
+        7: "step, scheduler = 1, torch.optim.lr_scheduler.LinearLR(raw)",
     },
     "loading.md": {
         0: "mesh = build_mesh(config)",
@@ -116,18 +114,16 @@ GIVEN: dict[str, dict[int, str]] = {
         "    def __init__(self): super().__init__(torch.nn.Linear(4, 4))\n"
         "if torch.distributed.get_rank() == 0: save_file(MyModel().state_dict(), 'weights.safetensors')\n"
         "torch.distributed.barrier()\n",
+        4: "from transformers import BitsAndBytesConfig\n"
+        "from peft import prepare_model_for_kbit_training\n"
+        "name = 'path/to/model'\n",
     },
-    "metrics.md": {
+    "speed.md": {
         1: "from transformers import Trainer, TrainingArguments\n"
         "model, rows = base(), [{key: value[0] for key, value in batch.items()}] * 4\n"
         "args = TrainingArguments('outputs', report_to=[], use_cpu=True)\n",
     },
     "optimizers.md": {0: "model = sharded()"},
-    "quantised.md": {
-        0: "from transformers import BitsAndBytesConfig\n"
-        "from peft import prepare_model_for_kbit_training\n"
-        "name = 'path/to/model'\n"
-    },
     "serving.md": {
         0: "import os\nmodel = sharded(); save_adapter(model, 'adapter')\n",
         1: "del model\n"
@@ -136,8 +132,8 @@ GIVEN: dict[str, dict[int, str]] = {
         "os.symlink('../../adapter', 'adapter')\n",
     },
     "several_machines.md": {
-        0: "model = sharded(); optimizer = trained(model); save_checkpoint(model, optimizer, 'checkpoints/step-0')",
-        1: "loader = [batch, batch]",
+        1: "model = sharded(); optimizer = trained(model); save_checkpoint(model, optimizer, 'checkpoints/step-0')",
+        2: "loader = [batch, batch]",
     },
     "tenants.md": {
         0: "ids = torch.randint(4, 100, (3, 8)); base = base()\n"

@@ -25,7 +25,7 @@ from accelerate_plugin import cli
 from tests.oracle.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 BLOCK = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
 NAME = "meta-llama/Llama-3.1-8B"
 BINARIES = Path(sys.executable).parent
@@ -258,11 +258,12 @@ def message_templates() -> list[str]:
 
 
 def test_the_messages_of_troubleshooting_exist():
-    """Each heading is the beginning of a message in the sources, or says in brackets whose message it is."""
-    headings = re.findall(r"^### (.+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    """Each heading and each first cell of a table begins a message in the sources, or says in brackets whose it is."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### (.+)$", page, re.M)
     templates = message_templates()
     lost = []
-    for heading in headings:
+    for heading in [*headings, *re.findall(r"^\| (`.+?`) \|", page, re.M)]:
         plain = re.sub(r" \{#[^}]*\}$", "", heading)
         if not plain.startswith("`") or plain.endswith(")*"):
             continue

@@ -96,7 +96,7 @@ def lightning(name: str, base: Path, output: Path, mesh: str, resume: bool) -> t
 
 
 def mean_of_all_labels(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
-    """Return the mean over the labels of the global batch, as docs/images.md has it."""
+    """Return the mean over the labels of the global batch, as docs/recipes.md has it."""
     logits, following = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     count = (following != -100).sum() if num_items_in_batch is None else num_items_in_batch
     return cross_entropy(logits.float(), following, reduction="sum") / count

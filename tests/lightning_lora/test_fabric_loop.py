@@ -293,7 +293,7 @@ def test_precision(pool, precision):
 def test_the_documented_loop_runs(tmp_path):
     """Fabric's own launcher starts the processes (two here); what it saves is a PEFT adapter."""
     causal_lm(dtype=torch.float32).save_pretrained(tmp_path / "model")
-    docs = Path(__file__).parents[2] / "docs" / "fabric.md"
+    docs = Path(__file__).parents[2] / "docs" / "lightning.md"
     loop = next(code for code in re.findall(r"```python\n(.*?)```", docs.read_text(), re.DOTALL) if "def main" in code)
     script = tmp_path / "train.py"
     script.write_text(loop.replace("path/to/model", str(tmp_path / "model")).replace("devices=4", "devices=2"))
