@@ -391,7 +391,7 @@ def _check_readable(path: Path) -> None:
 
 
 class MeshCallback(TrainerCallback):
-    """Log tokens a second, MFU, memory and the share of communication, as docs/metrics.md defines them.
+    """Log tokens a second, MFU, memory and the share of communication, as docs/speed.md defines them.
 
         trainer = Trainer(..., callbacks=[MeshCallback()])
 

@@ -25,7 +25,7 @@ else:
 
 
 class MeshCallbackLogic(Base):
-    """Log tokens a second, MFU, memory and the share of communication, as docs/metrics.md defines them.
+    """Log tokens a second, MFU, memory and the share of communication, as docs/speed.md defines them.
 
     The numbers go to all loggers of the Trainer every `log_every_n_steps` steps, under names that begin with "mesh/",
     and are in `metrics`. Time of validation is left out.
