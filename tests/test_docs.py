@@ -25,7 +25,8 @@ from accelerate_plugin import cli
 from tests.oracle.workers import SCRIPT_LIMIT
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+REPORTS = (ROOT / "docs" / "upstream").glob("*.md")
+PAGES = sorted({*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"} - {*REPORTS})
 BLOCK = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
 NAME = "meta-llama/Llama-3.1-8B"
 BINARIES = Path(sys.executable).parent
